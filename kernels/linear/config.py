@@ -1,0 +1,62 @@
+"""What a linear layer asks of a kernel, and what every kernel answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from nybble.kernels.packing import W4A16Weight
+from nybble.kernels.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """One W4A16 linear layer, y[M, N] = x[M, K] @ w[N, K]^T, described without its data.
+
+    dtype is the activation type: float16, bfloat16 or (references, CPU) float32.
+    """
+
+    k: int
+    n: int
+    dtype: torch.dtype
+    group_size: int
+    symmetric: bool
+    act_order: bool = False
+
+    @classmethod
+    def of(cls, weight: W4A16Weight, dtype: torch.dtype) -> LinearConfig:
+        return cls(weight.k, weight.n, dtype, weight.group_size, weight.symmetric, weight.g_idx is not None)
+
+    def __str__(self) -> str:
+        kind = "uint4b8" if self.symmetric else "uint4"
+        order = ", act-order" if self.act_order else ""
+        return f"[N={self.n}, K={self.k}] {kind} G={self.group_size} {str(self.dtype).removeprefix('torch.')}{order}"
+
+
+class LinearKernel(ABC):
+    """One way to run a W4A16 linear layer. Stateless: `prepare` makes the state that `apply` reads.
+
+    `paths` names the routes (see route.py) this kernel can serve with the state it prepares.
+    """
+
+    name: ClassVar[str]
+    paths: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
+        """(True, why it fits) or (False, why not: the value given and the values accepted)."""
+
+    @abstractmethod
+    def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> Any:
+        """The kernel's own layout on `device`. The logical weight may be dropped afterwards."""
+
+    @abstractmethod
+    def apply(self, state: Any, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> torch.Tensor:
+        """x [M, K] of config.dtype, M >= 1 -> [M, N] of the same dtype, bias [N] added."""
+
+    @abstractmethod
+    def nbytes(self, state: Any) -> int:
+        """Resident bytes of a prepared state."""

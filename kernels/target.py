@@ -1,0 +1,79 @@
+"""What the device is: the only file that asks.
+
+Everything else takes a `Target`, which tests build by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One device as the kernels see it.
+
+    kind            "cpu", "rocm", "cuda" or "xpu"
+    arch            "gfx1151", "sm_90", "x86_64" ...
+    compute_units   CUs on AMD (HIP reports WGPs on RDNA: doubled here), SMs on CUDA, threads on a CPU
+    lds_bytes       on-chip memory one workgroup may use; 0 on a CPU
+    """
+
+    kind: str
+    arch: str
+    name: str
+    compute_units: int
+    lds_bytes: int
+    wave: int = 32
+
+    @property
+    def is_rdna(self) -> bool:
+        return self.kind == "rocm" and self.arch.startswith(("gfx11", "gfx12"))
+
+    @property
+    def is_gfx115x(self) -> bool:
+        return self.kind == "rocm" and self.arch.startswith("gfx115")
+
+
+def cpu_target() -> Target:
+    return Target("cpu", platform.machine(), _cpu_name(), torch.get_num_threads(), 0, wave=1)
+
+
+def detect(device: torch.device) -> Target:
+    """The Target of a torch device. Raises ValueError for a device type no kernel here runs on."""
+    if device.type == "cpu":
+        return cpu_target()
+    if device.type == "cuda":
+        props = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            arch = props.gcnArchName.split(":")[0]
+            units = props.multi_processor_count
+            rdna = arch.startswith(("gfx11", "gfx12"))
+            return Target("rocm", arch, props.name, units * 2 if rdna else units, 65536, wave=32 if rdna else 64)
+        shared = int(getattr(props, "shared_memory_per_block_optin", 49152))
+        return Target("cuda", f"sm_{props.major}{props.minor}", props.name, props.multi_processor_count, shared)
+    raise ValueError(f"device {device.type!r}: given {device}, accepted cpu or cuda (a ROCm torch calls its GPUs cuda)")
+
+
+def default_device() -> torch.device:
+    """The GPU when torch sees one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (cgroup cpusets and affinity included)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+            for line in f:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "cpu"

@@ -1,0 +1,216 @@
+"""What crosses the pipe between the API process and the engine process.
+
+Plain dataclasses, pickled. This file imports neither torch nor anything of HTTP, so both sides may import it.
+Times are seconds of time.monotonic(), which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Why a request ended. "stop": a stop token or stop string. "length": max_tokens or the context is full.
+# "abort": the client went away. "error": see StepOutput.error.
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens for one request; values are validated where they enter (service/api).
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 are off; penalties follow the OpenAI and Hugging Face
+    definitions: presence and frequency count generated tokens, repetition counts prompt and generated ones.
+    stop_token_ids end the request in addition to the model's own end-of-sequence set (which ignore_eos disables).
+    logprobs: None, or how many alternatives to report beside the sampled token (0..20).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue once; n = 2 is two Requests."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. logprob and top (best first, pairs of token id and logprob) only when asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did for one request.
+
+    With finish_reason "stop" the last token of `tokens` is the stop token itself, whose text is not part of the
+    answer. scheduled_s is set on a request's first output: when it left the queue.
+    """
+
+    request_id: str
+    tokens: tuple[Token, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+    scheduled_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop a request and free what it holds. reason "stop" when a stop string matched, "abort" when the client
+    left. No StepOutput follows; the EngineStats count it."""
+
+    request_id: str
+    reason: str = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Finish nothing more; exit 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Progress while the model loads."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Sent once, when the engine is ready."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    target: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_blocks: int
+    block_size: int
+    max_running: int
+    load_seconds: float
+    memory: MemoryReport
+    kernels: tuple[KernelReport, ...]
+    selfcheck: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """The MemoryPlan's outcome in bytes: pool name (weights, dense_copies, kv_cache, workspace) -> bytes."""
+
+    budget_bytes: int
+    pools: dict[str, int]
+    dense_required_bytes: int = 0
+    dense_budget_bytes: int = 0
+    dense_state: str = "disabled"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """One kind of linear layer, as GET /v1/kernels shows it.
+
+    layers names the modules, e.g. ("qkv", "x30"); routes maps a range of M to a path, e.g. {"1..": "cpu"}.
+    """
+
+    layer: str
+    count: int
+    n: int
+    k: int
+    group_size: int
+    symmetric: bool
+    kernel: str
+    reason: str
+    declined: dict[str, str]
+    routes: dict[str, str]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started, and gauges now: one consistent snapshot.
+
+    gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase).
+    """
+
+    started: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+    nonfinite: int = 0
+    kv_usage_ratio: float = 0.0
+    steps: int = 0
+    step_overhead_seconds: float = 0.0
+    gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """All that a step produced, with the stats after it. An idle engine sends none."""
+
+    outputs: tuple[StepOutput, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine cannot start or go on. user_error: the input (model folder, settings) is at fault, so a restart
+    would fail the same way."""
+
+    message: str
+    user_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine process needs to know; made from Settings.
+
+    model is a resolved folder. max_model_len 0: the model's own, capped by what the memory plan can hold.
+    kv_cache_bytes 0: what the memory plan gives. prefill_tokens: rows of one prefill chunk; while requests are
+    decoding, a chunk is at most prefill_tokens_busy, so that their next token is not held up for long.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int = 0
+    max_running: int = 16
+    block_size: int = 16
+    kv_cache_bytes: int = 0
+    memory_fraction: float = 0.9
+    prefill_tokens: int = 512
+    prefill_tokens_busy: int = 64
+    lm_head: str = "auto"
+    threads: int = 0
+    gemm_sample_every: int = 32

@@ -1,0 +1,84 @@
+"""Errors that mean something to a caller, each with its HTTP status.
+
+Raised anywhere; only service/api turns them into responses. A message says what was given, what is accepted and
+what to change.
+"""
+
+from __future__ import annotations
+
+
+class NybbleError(Exception):
+    """Base of all errors that are meant to be shown. status and type follow OpenAI's error object."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(NybbleError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ModelNotFound(NybbleError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class BodyTooLarge(NybbleError):
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class QueueFull(NybbleError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(NybbleError):
+    """Loading, draining, or the engine is down."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "unavailable"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_s: int = 5) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class GenerationFailed(NybbleError):
+    """The engine ended this request with an error."""
+
+    code = "generation_failed"
+
+
+class CheckpointError(NybbleError):
+    """A model folder that cannot be served as it is: names the file, module or field, the value, and the remedy."""
+
+    status = 500
+    type = "invalid_request_error"
+    code = "bad_checkpoint"
+
+
+class ConfigError(NybbleError):
+    """Settings or a model configuration that cannot be honoured."""
+
+    status = 500
+    type = "invalid_request_error"
+    code = "bad_config"

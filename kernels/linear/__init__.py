@@ -1,7 +1,7 @@
 """The W4A16 linear layer: y[..., N] = x[..., K] @ dequantised(w)[N, K]^T + bias.
 
-    weight (logical) --select()--> kernel --prepare()--> state, the one resident copy
-    x [..., K] --route(M)--> path --apply(state, x, bias, path)--> y [..., N]
+weight (logical) --select()--> kernel --prepare()--> state, the one resident copy
+x [..., K] --route(M)--> path --apply(state, x, bias, path)--> y [..., N]
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class W4A16Linear:
             return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.config.n)
         m, k = x.shape
         if k != self.config.k or x.dtype is not self.config.dtype:
-            raise ValueError(f"x: given {x.dtype} {list(x.shape)}, accepted {self.config.dtype} [M, {self.config.k}]")
+            raise ValueError(
+                f"x: given {x.dtype} {list(x.shape)}, accepted {self.config.dtype} [M, {self.config.k}]"
+            )
         if m == 0:
             return x.new_empty((0, self.config.n))
         path = self.path_for(m)

@@ -34,5 +34,8 @@ def select(config: LinearConfig, target: Target) -> Selection:
         if fits:
             return Selection(kernel, reason, declined)
         declined[kernel.name] = reason
-    lines = "\n".join(f"  {name}: {reason}" for name, reason in declined.items()) or "  (no kernels for this device)"
+    lines = (
+        "\n".join(f"  {name}: {reason}" for name, reason in declined.items())
+        or "  (no kernels for this device)"
+    )
     raise ValueError(f"no linear kernel for {config} on {target.kind} {target.arch}:\n{lines}")

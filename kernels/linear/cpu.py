@@ -63,12 +63,14 @@ class CpuInt4(LinearKernel):
         packed = torch.cat(
             [
                 torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_rows(chunk).to(torch.int32), 1)
-                for chunk in weight.q.split(rows)
+                for chunk in torch.split(weight.q, rows)
             ]
         )
         return CpuInt4State(packed, scales_and_zeros, weight.group_size)
 
-    def apply(self, state: CpuInt4State, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> torch.Tensor:
+    def apply(
+        self, state: CpuInt4State, x: torch.Tensor, bias: torch.Tensor | None, path: str
+    ) -> torch.Tensor:
         y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             x, state.packed, state.group_size, state.scales_and_zeros
         )
@@ -90,7 +92,9 @@ class CpuExact(LinearKernel):
     def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> torch.Tensor:
         return dequantize(weight, config.dtype)
 
-    def apply(self, state: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> torch.Tensor:
+    def apply(
+        self, state: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, path: str
+    ) -> torch.Tensor:
         return torch.nn.functional.linear(x, state, bias)
 
     def nbytes(self, state: torch.Tensor) -> int:

@@ -34,7 +34,9 @@ class General(LinearKernel):
             g_idx=move(weight.g_idx),
         )
 
-    def apply(self, state: W4A16Weight, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> torch.Tensor:
+    def apply(
+        self, state: W4A16Weight, x: torch.Tensor, bias: torch.Tensor | None, path: str
+    ) -> torch.Tensor:
         return torch.nn.functional.linear(x, dequantize(state, x.dtype), bias)
 
     def nbytes(self, state: W4A16Weight) -> int:

@@ -64,7 +64,9 @@ def decide(m: int, config: LinearConfig, target: Target, available: Collection[s
         if limits.skinny_max_km is None:
             return Decision("skinny", f"M={m} <= {limits.skinny_max_m}, K walked in chunks")
         if km <= limits.skinny_max_km:
-            return Decision("skinny", f"M={m} <= {limits.skinny_max_m} and K*M={km} <= {limits.skinny_max_km}")
+            return Decision(
+                "skinny", f"M={m} <= {limits.skinny_max_m} and K*M={km} <= {limits.skinny_max_km}"
+            )
     if "dense" in available and m >= limits.dense_min_m:
         return Decision("dense", f"a dense copy exists and M={m} >= {limits.dense_min_m}")
     for path, reason in (
@@ -74,7 +76,9 @@ def decide(m: int, config: LinearConfig, target: Target, available: Collection[s
     ):
         if path in available:
             return Decision(path, reason)
-    raise ValueError(f"route: given paths {sorted(available)} for M={m} and {config}, accepted at least one of {PATHS}")
+    raise ValueError(
+        f"route: given paths {sorted(available)} for M={m} and {config}, accepted at least one of {PATHS}"
+    )
 
 
 def route(m: int, config: LinearConfig, target: Target, available: Collection[str]) -> str:

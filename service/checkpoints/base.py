@@ -64,10 +64,6 @@ class Checkpoint:
     def has_tensor(self, name: str) -> bool:
         return name in self._files
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it. Raises CheckpointError when there is none of that name."""
-        return self._files.shape(name)
-
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as stored. Raises CheckpointError when there is none of that name."""
         return self._files.tensor(name)

@@ -146,7 +146,7 @@ def _zeros(checkpoint: Checkpoint, name: str, n: int, groups: int) -> torch.Tens
     """uint8 [N, K/G] from either spelling."""
     if not checkpoint.has_tensor(name):
         raise CheckpointError(f"{checkpoint.folder}: no tensor {name}, which an asymmetric weight needs")
-    if checkpoint.shape(name) == (n, groups):
+    if checkpoint.tensor(name).dtype == torch.int8:
         signed = checkpoint.checked(name, (n, groups), (torch.int8,)).to(torch.int16) + SYMMETRIC_ZERO
         if bool(((signed < 0) | (signed > 15)).any()):
             raise CheckpointError(f"{checkpoint.folder}: tensor {name}: given values outside -8..7")

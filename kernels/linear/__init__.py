@@ -41,6 +41,7 @@ class W4A16Linear:
     weight  the logical weight; not kept: the kernel's prepared state is the only resident copy
     bias    [N] or None; kept in the activation type
     dtype   activation type
+    kernel  None: the first of the target's table that fits
 
     Raises ValueError when no kernel can implement the layer, with every kernel's reason.
     """
@@ -52,10 +53,14 @@ class W4A16Linear:
         dtype: torch.dtype,
         device: torch.device,
         target: Target | None = None,
+        kernel: LinearKernel | None = None,
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
         self.target = detect(device) if target is None else target
-        self.selection = select(self.config, self.target)
+        if kernel is None:
+            self.selection = select(self.config, self.target)
+        else:
+            self.selection = Selection(kernel, "asked for", {})
         self.kernel = self.selection.kernel
         self.state = self.kernel.prepare(weight, self.config, device)
         if bias is not None and tuple(bias.shape) != (weight.n,):
@@ -74,6 +79,10 @@ class W4A16Linear:
             path = self._path_of_m[m] = route(m, self.config, self.target, self.available)
         return path
 
+    def run(self, x: torch.Tensor, path: str) -> torch.Tensor:
+        """x [M, K], M >= 1, through one named path, neither routed nor counted."""
+        return self.kernel.apply(self.state, x, self.bias, path)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != 2:
             return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.config.n)
@@ -87,8 +96,8 @@ class W4A16Linear:
         path = self.path_for(m)
         RECORDER.calls[path, RECORDER.phase] += 1
         if not RECORDER.sampling:
-            return self.kernel.apply(self.state, x, self.bias, path)
+            return self.run(x, path)
         started = perf_counter()
-        y = self.kernel.apply(self.state, x, self.bias, path)
+        y = self.run(x, path)
         RECORDER.sample(path, perf_counter() - started)
         return y

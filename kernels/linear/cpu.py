@@ -72,7 +72,7 @@ class CpuInt4(LinearKernel):
         self, state: CpuInt4State, x: torch.Tensor, bias: torch.Tensor | None, path: str
     ) -> torch.Tensor:
         y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, state.packed, state.group_size, state.scales_and_zeros
+            x.contiguous(), state.packed, state.group_size, state.scales_and_zeros
         )
         return y if bias is None else y.add_(bias)
 

@@ -18,6 +18,10 @@ class GemmRecorder:
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._samples: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
+    def reset(self) -> None:
+        self.calls.clear()
+        self._samples.clear()
+
     def sample(self, path: str, seconds: float) -> None:
         self._samples[path, self.phase].append(seconds)
 

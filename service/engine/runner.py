@@ -37,6 +37,13 @@ class Runner:
             results += self._pass("prefill", step.prefill)
         return results
 
+    def warm_up(self) -> None:
+        """One row through the model, so that no first request pays for lazy initialisation. Uses block 0, free then."""
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self.model.forward(Batch(row, row, [Span(1, 1, [0])]))
+        RECORDER.reset()
+
     def _pass(self, phase: str, chunks: list[Chunk]) -> list[tuple[Sequence, Token | None]]:
         ids: list[int] = []
         positions: list[int] = []

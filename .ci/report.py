@@ -11,6 +11,8 @@ as a skip.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
@@ -93,16 +95,26 @@ def sort_case(case: ET.Element, suite: Suite) -> None:
     if case.find("failure") is not None or case.find("error") is not None:
         suite.failed.append(test_id(case))
     elif skipped is not None:
-        kind = "xfail: " if skipped.get("type") == "pytest.xfail" else ""
-        suite.skipped.append(Skip(test_id(case), kind + (skipped.get("message") or "no reason given")))
+        suite.skipped.append(Skip(test_id(case), skip_reason(skipped)))
     else:
         suite.passed += 1
+
+
+def skip_reason(skipped: ET.Element) -> str:
+    message = skipped.get("message") or "no reason given"
+    if message == "collection skipped":
+        # A module skipped whole: the text is the repr of (file, line, "Skipped: reason").
+        with contextlib.suppress(ValueError, SyntaxError, IndexError, TypeError):
+            message = str(ast.literal_eval(skipped.text or "")[2]).removeprefix("Skipped: ")
+    return ("xfail: " if skipped.get("type") == "pytest.xfail" else "") + message
 
 
 def test_id(case: ET.Element) -> str:
     """tests/service/test_text.py::TestStop::test_x[a-b], from junit's file (family xunit1), classname and name."""
     file, classname, name = (case.get(key) or "" for key in ("file", "classname", "name"))
     module = file.removesuffix(".py").replace("/", ".")
+    if not classname:
+        return file or name
     within = classname.removeprefix(module).strip(".")
     return "::".join(filter(None, [file or classname, within if file else "", name]))
 

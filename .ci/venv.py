@@ -43,7 +43,7 @@ try:
     import torch
     v = torch.version
     found = dict(version=torch.__version__, hip=v.hip, cuda=v.cuda, folder=torch.__path__[0])
-except ImportError as e:
+except Exception as e:
     found = dict(error=f"{type(e).__name__}: {e}")
 json.dump(found, sys.stdout)
 """
@@ -99,6 +99,10 @@ def supported_range(pyproject: str) -> list[tuple[str, str]]:
     return re.findall(r"([<>]=?)([\d.]+)", line[1])
 
 
+def say_range(bounds: Sequence[tuple[str, str]]) -> str:
+    return "torch" + ",".join(relation + bound for relation, bound in bounds)
+
+
 def in_range(version: str, bounds: Sequence[tuple[str, str]]) -> bool:
     """PEP 440 comparison as far as bounds by release go: 2.15.0a0 is neither >= 2.15 nor < 2.15."""
     number, rest = re.match(r"([\d.]*\d)(.*)", version).groups()  # type: ignore[union-attr]
@@ -129,9 +133,8 @@ def usable_host_torch(python: str, bounds: Sequence[tuple[str, str]]) -> Torch |
         return None
     if in_range(torch.version, bounds):
         return torch
-    wanted = ",".join(a + b for a, b in bounds)
     say(
-        f"the host's {torch.kind} torch {torch.version} is not in the supported range {wanted} and is not used; "
+        f"the host's {torch.kind} torch {torch.version} is not used: supported is {say_range(bounds)}; "
         "TORCH_SPEC and TORCH_INDEX_URL choose another (README, Installation)"
     )
     return None
@@ -150,27 +153,40 @@ def create(venv: Path, python: str, host: Torch | None) -> None:
     run([python, "-m", "venv", *(["--system-site-packages"] if host else []), str(venv)])
     if host is None:
         return
-    seen = probe_torch(str(venv / "bin/python"))
+    seen = probe_torch(venv_python(venv))
     if seen is None or seen.folder != host.folder:
         # The host's Python is a venv or conda environment of its own: "system" means what lies beneath that.
         site_packages(venv).joinpath("host_torch.pth").write_text(str(Path(host.folder).parent) + "\n")
-        seen = probe_torch(str(venv / "bin/python"))
+        seen = probe_torch(venv_python(venv))
     if seen is None or seen.folder != host.folder:
         raise SetupError(
             f"{venv} cannot see the host's torch at {host.folder}; set TORCH_SPEC={DEFAULT_TORCH_SPEC} for one of its own"
         )
 
 
+def venv_python(venv: Path) -> str:
+    return str(venv / "bin/python")
+
+
+def has_pip(venv: Path) -> bool:
+    command = [venv_python(venv), "-c", "import pip"]
+    return (
+        Path(command[0]).exists()
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
+
+
 def site_packages(venv: Path) -> Path:
     return next((venv / "lib").glob("python3*/site-packages"))
 
 
-def install(venv: Path, host: Torch | None, spec: str, index_url: str, extras: Sequence[str]) -> None:
-    python = str(venv / "bin/python")
+def install(venv: Path, kept: Torch | None, spec: str, index_url: str, extras: Sequence[str]) -> None:
+    """torch first unless `kept` is there already, then the project, which may not change torch."""
+    python = venv_python(venv)
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if not sys.stdout.isatty():
         pip.append("--quiet")
-    if host is None:
+    if kept is None:
         say(f"installing {spec}" + (f" from {index_url}" if index_url else ""))
         run([*pip, *shlex.split(spec), *(["--index-url", index_url] if index_url else [])])
     torch = probe_torch(python)
@@ -181,7 +197,7 @@ def install(venv: Path, host: Torch | None, spec: str, index_url: str, extras: S
     if "test" in extras and needs_triton(python):
         extras = [*extras, "triton"]
     say(
-        f"torch {torch.version} ({torch.kind}{', the host’s' if host else ''}); installing nybble and what it needs"
+        f"{'keeping' if kept else 'has'} torch {torch.version} ({torch.kind}); installing nybble and what it needs"
     )
     wanted = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     run([*pip, "--constraint", str(held), "--editable", wanted])
@@ -216,19 +232,26 @@ def make_ready(venv: Path, extras: Sequence[str], spec: str, index_url: str) -> 
     python = base_python(venv)
     bounds = supported_range(pyproject)
     host = usable_host_torch(python, bounds) if request == "auto" else None
-    if state and state.from_host == bool(host):
+    there = probe_torch(venv_python(venv)) if has_pip(venv) else None
+    kept = host
+    if state:
+        fits = state.from_host == bool(host)
         extras = sorted({*extras, *state.extras})
-    elif state or not (venv / "bin/python").exists() or host:
+    else:
+        # Made by hand, or left by an installation that was interrupted: a torch in it is somebody's choice.
+        fits = has_pip(venv) and bool(there or not host)
+        if there and request == "auto" and in_range(there.version, bounds):
+            kept = there
+    if not fits:
         check_venv_module()
         say(f"creating {venv}")
         create(venv, python, host)
     (venv / "nybble.json").unlink(missing_ok=True)
-    install(venv, host, spec or DEFAULT_TORCH_SPEC, index_url, extras)
-    torch = probe_torch(str(venv / "bin/python"))
+    install(venv, kept, spec or DEFAULT_TORCH_SPEC, index_url, extras)
+    torch = probe_torch(venv_python(venv))
     if torch is None or not in_range(torch.version, bounds):
-        raise SetupError(
-            f"installed {torch}, which is not in pyproject.toml's range {bounds}; change TORCH_SPEC"
-        )
+        found = f"torch {torch.version}" if torch else "no torch"
+        raise SetupError(f"{venv} has {found}; accepted: {say_range(bounds)}. Change TORCH_SPEC")
     state = State(request, bool(host), project, tuple(extras))
     (venv / "nybble.json").write_text(json.dumps(dataclasses.asdict(state)))
 
@@ -247,6 +270,7 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
     """Two make commands at once (serve and test) take turns."""
     import fcntl
 
+    lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA_SUFFIXES = {"csrc": {".hip", ".cu", ".cpp", ".h"}, "kernels/tiles": {".json"}}
+LEFT_BEHIND = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
 
 IMPORT_ALL = """
 import importlib, sys
@@ -29,18 +31,8 @@ for name in sys.argv[2:]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    # From a copy of what is tracked or new: setuptools would leave build/ and *.egg-info in the working tree.
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    # From a copy: setuptools leaves build/ and *.egg-info beside what it builds.
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
     pip = [
         sys.executable,
         "-m",

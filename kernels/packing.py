@@ -83,7 +83,8 @@ def pack_rows(values: torch.Tensor) -> torch.Tensor:
 def unpack_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, W] -> uint8 [R, 8 W] of values 0..15; the exact inverse of `pack_rows`."""
     rows, count = words.shape
-    data = words.contiguous().view(torch.uint8)
+    # Flat first: a contiguous [R, 1] may carry any last stride, which a view of another type refuses.
+    data = words.reshape(-1).view(torch.uint8).view(rows, count * (PER_WORD // 2))
     return torch.stack((data & 0xF, data >> 4), dim=-1).view(rows, count * PER_WORD)
 
 
@@ -98,7 +99,11 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
         same_order = (w.g_idx is None) == (first.g_idx is None) and (
             w.g_idx is None or first.g_idx is None or torch.equal(w.g_idx, first.g_idx)
         )
-        if (w.k, w.group_size, w.scales.dtype) != (first.k, first.group_size, first.scales.dtype) or not same_order:
+        if (w.k, w.group_size, w.scales.dtype) != (
+            first.k,
+            first.group_size,
+            first.scales.dtype,
+        ) or not same_order:
             return None
     zeros = None
     if any(w.zeros is not None for w in weights):

@@ -94,9 +94,9 @@ def serve(flags: dict[str, Any]) -> None:
         settings = load_settings(flags)
     except ConfigError as error:
         raise UsageError(error.message) from None
-    from nybble.service import server
+    from nybble.service import logs, server
 
-    server.configure_logging(settings.log_level)
+    logs.configure_logging(settings.log_level.upper())
     server.run(settings, find_model(settings.model))
 
 

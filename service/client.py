@@ -15,6 +15,7 @@ import logging
 import math
 import multiprocessing
 import queue
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -38,6 +39,7 @@ from nybble.service.engine.protocol import (
     StepOutput,
 )
 from nybble.service.errors import NybbleError, QueueFull, Unavailable
+from nybble.service.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,13 @@ class Observer(Protocol):
     def gemm(self, samples: dict[tuple[str, str], tuple[float, ...]]) -> None: ...
 
 
-def _run_engine(engine_main: str, connection: Connection, config: EngineConfig) -> None:
-    """The first function of the engine process."""
+def _run_engine(engine_main: str, log_level: int, connection: Connection, config: EngineConfig) -> None:
+    """The first function of the engine process.
+
+    SIGTERM, which may be sent to the whole group, is the API process's business: it drains, then ends this process.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging(log_level)
     module, _, function = engine_main.partition(":")
     getattr(importlib.import_module(module), function)(connection, config)
 

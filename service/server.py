@@ -28,17 +28,10 @@ from nybble.service.text import TextCodec
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # After the limit for running requests, for their last events to leave.
 GRACE_S = 2
 ENGINE_EXIT_S = 10.0
 PROGRESS_EVERY_S = 2.0
-
-
-def configure_logging(level: str) -> None:
-    """One format, to stderr; libraries only from warnings on."""
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, stream=sys.stderr, force=True)
-    logging.getLogger("nybble").setLevel(level.upper())
 
 
 def bar_torch() -> None:

@@ -62,7 +62,8 @@ class StepOutput:
     """What one step did for one request.
 
     With finish_reason "stop" the last token of `tokens` is the stop token itself, whose text is not part of the
-    answer. scheduled_s is set on a request's first output: when it left the queue.
+    answer. Set on a request's first output only: scheduled_s, when it left the queue, and cached_tokens, how many
+    prompt tokens needed no computing (prefix cache).
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class StepOutput:
     finish_reason: str | None = None
     error: str | None = None
     scheduled_s: float | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

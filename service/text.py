@@ -260,15 +260,15 @@ class TextCodec:
                 code="no_chat_template",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, **{"add_generation_prompt": True, **variables}
-            )
+            variables = {"add_generation_prompt": True} | variables
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **variables))
+            text.encode()  # a lone surrogate in a variable is no text
         except jinja2.TemplateError as error:
             raise _template_error(str(error) or type(error).__name__) from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             # The template is the model author's program: what it trips over is something in the messages.
             raise _template_error(f"{type(error).__name__}: {error}") from error
-        return str(text)
+        return text
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._token_bytes)

@@ -47,7 +47,7 @@ class AccessLog:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._count(route, status)
-            level = logging.DEBUG if route in QUIET_ROUTES and status < 400 else logging.INFO
+            level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
             elapsed_ms = (time.monotonic() - started_s) * 1000
             logger.log(level, "%s %s %d %.1f ms", scope["method"], route, status, elapsed_ms)
 

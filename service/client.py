@@ -343,7 +343,7 @@ class EngineClient:
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(
             target=_run_engine,
-            args=(self._engine_main, theirs, self.config),
+            args=(self._engine_main, logging.getLogger().getEffectiveLevel(), theirs, self.config),
             name="nybble-engine",
             daemon=True,
         )

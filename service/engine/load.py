@@ -15,7 +15,6 @@ from nybble.kernels.packing import W4A16Weight
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
-from nybble.service.checkpoints.quantize import quantize_tensor
 from nybble.service.engine.engine import Engine
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport
 from nybble.service.engine.runner import Runner
@@ -52,7 +51,13 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         positions = config.max_model_len or model_config.max_positions
         head = _head_quantizer(config.lm_head, model_config, dtype, target)
         model = load(
-            model_config, checkpoint, attention, dtype, device, min(positions, model_config.max_positions), head
+            model_config,
+            checkpoint,
+            attention,
+            dtype,
+            device,
+            min(positions, model_config.max_positions),
+            head,
         )
         _refuse_unread(checkpoint, model_config)
 
@@ -63,9 +68,12 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     selfcheck = check_paths(device, dtype, target)
     wrong = sorted(path for path, passed in selfcheck.items() if not passed)
     if wrong:
-        raise RuntimeError(f"self-check: path {', '.join(wrong)} computes wrong numbers on {target.name} {target.arch}")
+        raise RuntimeError(
+            f"self-check: path {', '.join(wrong)} computes wrong numbers on {target.name} {target.arch}"
+        )
     attention.allocate(
-        CacheShape(shape.layers, plan.kv_blocks, shape.block_size, shape.kv_heads, shape.head_dim, dtype), device
+        CacheShape(shape.layers, plan.kv_blocks, shape.block_size, shape.kv_heads, shape.head_dim, dtype),
+        device,
     )
     runner = Runner(model, device)
     runner.warm_up()
@@ -93,9 +101,13 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return default_device()
     if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
-        raise ConfigError(f"--device is {name!r}: accepted auto, cpu, cuda or cuda:N (ROCm GPUs are cuda to torch)")
+        raise ConfigError(
+            f"--device is {name!r}: accepted auto, cpu, cuda or cuda:N (ROCm GPUs are cuda to torch)"
+        )
     if name != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is {name!r}, but torch {torch.__version__} sees no GPU: use cpu or install its build")
+        raise ConfigError(
+            f"--device is {name!r}, but torch {torch.__version__} sees no GPU: use cpu or install its build"
+        )
     return torch.device(name)
 
 
@@ -129,14 +141,20 @@ def _head_quantizer(
     if model.hidden_size % HEAD_GROUP_SIZE:
         if mode == "auto":
             return None
-        raise ConfigError(f"--lm-head int4: hidden_size {model.hidden_size} is no multiple of {HEAD_GROUP_SIZE}: use keep")
+        raise ConfigError(
+            f"--lm-head int4: hidden_size {model.hidden_size} is no multiple of {HEAD_GROUP_SIZE}: use keep"
+        )
+    from nybble.service.checkpoints.quantize import quantize_tensor
+
     return partial(quantize_tensor, group_size=HEAD_GROUP_SIZE, symmetric=False)
 
 
 def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
     """A tensor nobody asked for means that the file describes another model than config.json does."""
     tied = ("lm_head.",) if model.tie_word_embeddings else ()
-    unread = [n for n in checkpoint.unread() if not n.startswith(tied) and not n.endswith("rotary_emb.inv_freq")]
+    unread = [
+        n for n in checkpoint.unread() if not n.startswith(tied) and not n.endswith("rotary_emb.inv_freq")
+    ]
     if unread:
         shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         raise CheckpointError(
@@ -192,5 +210,3 @@ def _reports(model: Decoder) -> tuple[KernelReport, ...]:
                 )
             )
     return tuple(reports)
-
-

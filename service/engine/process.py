@@ -22,7 +22,9 @@ _PROGRESS_EVERY_S = 0.2
 
 def main(conn: Connection, config: EngineConfig) -> None:
     """Entry point of the process. Sends Loading..., then EngineInfo and Outputs, or Failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the API process shuts us down
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole group: the API process shuts us down
     try:
         _run(conn, config)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -36,7 +38,9 @@ def main(conn: Connection, config: EngineConfig) -> None:
 
 
 def _run(conn: Connection, config: EngineConfig) -> None:
-    from nybble.service.engine.load import build_engine  # torch takes seconds to import: after the signal handler
+    from nybble.service.engine.load import (
+        build_engine,  # torch takes seconds to import: after the signal handler
+    )
 
     last = 0.0
 

@@ -139,7 +139,9 @@ def read_config(raw: Mapping[str, Any], folder: Path | None = None) -> DecoderCo
     name = names[0] if isinstance(names, list) and names else None
     arch = ARCHITECTURES.get(str(name))
     if arch is None:
-        raise ConfigError(f"config.json: architectures is {raw.get("architectures")}: accepted one of {sorted(ARCHITECTURES)}")
+        raise ConfigError(
+            f"config.json: architectures is {raw.get('architectures')}: accepted one of {sorted(ARCHITECTURES)}"
+        )
     _refuse_unknown(raw, _UNDERSTOOD | _HARMLESS | _GENERATION | arch.extra, str(name))
 
     hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")

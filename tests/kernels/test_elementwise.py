@@ -59,7 +59,9 @@ def test_every_rope_kind_is_compared():
 def test_inverse_frequencies_equal_transformers(name, style):
     """Our reader and formula against transformers' own, from either spelling of config.json."""
     fields = {"rope_theta": 100000.0, **ROPES[name]}
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=fields)
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=fields
+    )
     if style == "transformers5":
         raw = {"rope_parameters": fields}
     else:

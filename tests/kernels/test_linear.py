@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from nybble.kernels.linear import RECORDER, LinearConfig, W4A16Linear, decide, linear_reference, route_table, select
+from nybble.kernels.linear import (
+    RECORDER,
+    LinearConfig,
+    W4A16Linear,
+    decide,
+    linear_reference,
+    route_table,
+    select,
+)
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
 from nybble.kernels.packing import W4A16Weight, pack_rows
@@ -33,7 +41,8 @@ def relative_error(y, expected):
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("n", "k", "g"), [(16, 32, 32), (576, 576, 64), (1440, 1536, 128), (8, 96, 32), (24, 576, 576), (48, 40, 8)]
+    ("n", "k", "g"),
+    [(16, 32, 32), (576, 576, 64), (1440, 1536, 128), (8, 96, 32), (24, 576, 576), (48, 40, 8)],
 )
 @pytest.mark.parametrize("kernel", [None, CpuExact(), General()], ids=["chosen", "exact", "general"])
 def test_every_cpu_path_computes_the_reference(kernel, n, k, g, dtype, symmetric, m):
@@ -143,7 +152,11 @@ def test_no_path_is_an_error_that_says_so():
 
 def test_the_route_table_covers_every_m_once():
     table = route_table(LinearConfig(4096, 64, torch.float16, 32, True), RADEON, (*HYBRID, "dense"))
-    assert [(m, d.path) for m, d in table.items()] == [("1..5", "skinny"), ("6..255", "triton"), ("256..", "dense")]
+    assert [(m, d.path) for m, d in table.items()] == [
+        ("1..5", "skinny"),
+        ("6..255", "triton"),
+        ("256..", "dense"),
+    ]
 
 
 def test_calls_are_counted_and_sampled_calls_timed():

@@ -87,7 +87,9 @@ def test_only_the_rows_asked_for_get_logits():
     torch.testing.assert_close(some, whole[rows])
 
 
-@pytest.mark.parametrize("keep", [("q_proj",), ("k_proj", "up_proj"), ("down_proj", "o_proj"), ("proj",)], ids=str)
+@pytest.mark.parametrize(
+    "keep", [("q_proj",), ("k_proj", "up_proj"), ("down_proj", "o_proj"), ("proj",)], ids=str
+)
 def test_layers_left_in_16_bits_work_beside_quantised_ones(keep):
     reference, source, raw = twin("llama", keep=keep)
     ids = prompt(12)

@@ -141,14 +141,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        # They stay until the loop closes, so that a second signal is heard while the engine ends, too.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        yield
 
     async def startup(self, sockets: Any = None) -> None:
         try:
@@ -168,6 +165,7 @@ class _Server(uvicorn.Server):
             logger.warning("%s again: ending at once", name)
             self.force_exit = True
             self._client.fail_all(Unavailable("the server has shut down", code="draining"))
+            self._client.kill()
             return
         logger.info("%s: no new requests; running ones have %g s", name, self._timeout_s)
         self._client.drain()

@@ -94,8 +94,14 @@ def _explain(problem: Any, given: dict[str, Any]) -> str:
     source = flag_name(name) if name in given else ENV_PREFIX + name.upper()
     if problem["type"] == "missing":
         return f"{source} is not set: {Settings.model_fields[name].description}"
-    accepted = problem["msg"].removeprefix("Input should ").split(", unable to parse")[0]
+    accepted = _accepted(name, problem)
     return f"{source}={str(problem['input'])[:100]!r} is not accepted: it should {accepted}"
+
+
+def _accepted(name: str, problem: Any) -> str:
+    if problem["type"] == "string_pattern_mismatch":
+        return f"be {str(Settings.model_fields[name].description).rstrip('.')}"
+    return str(problem["msg"]).removeprefix("Input should ").split(", unable to parse")[0]
 
 
 def flag_name(name: str) -> str:

@@ -75,10 +75,10 @@ class ServerProcess:
 
     def engine_pid(self) -> int:
         """The child that is the engine (the other one is multiprocessing's resource tracker)."""
-        pid = self.process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
         raise AssertionError("no engine process")
 
     def stop(self, number: int = signal.SIGTERM) -> int:

@@ -62,12 +62,14 @@ class SdpaAttention(AttentionBackend):
         else:
             self.cache[layer].index_copy_(0, slots, kv)
 
-    def attend(self, layer: int, q: torch.Tensor, plan: SdpaPlan, window: int | None, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, plan: SdpaPlan, window: int | None, scale: float
+    ) -> torch.Tensor:
         heads, dim = q.shape[1], q.shape[2]
         kv_heads = self.shape.kv_heads
         group = heads // kv_heads
         parts = []
-        rows_of = (q,) if len(plan.q_lens) == 1 else q.split(plan.q_lens)
+        rows_of = (q,) if len(plan.q_lens) == 1 else torch.split(q, plan.q_lens)
         for rows, q_len, keys in zip(rows_of, plan.q_lens, plan.keys, strict=True):
             seen = keys[window]
             if q_len == 1:

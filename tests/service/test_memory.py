@@ -3,7 +3,14 @@ import dataclasses
 import pytest
 
 from nybble.service.errors import ConfigError
-from nybble.service.memory import GIB, HOST_RESERVE_BYTES, MemoryNeeds, Readings, make_plan, read_host_available
+from nybble.service.memory import (
+    GIB,
+    HOST_RESERVE_BYTES,
+    MemoryNeeds,
+    Readings,
+    make_plan,
+    read_host_available,
+)
 
 MIB = 1 << 20
 
@@ -29,7 +36,9 @@ def test_a_gpu_gives_the_kv_cache_what_is_left_up_to_what_can_be_used():
     assert plan.budget_bytes == int(16 * GIB * 0.9)
     assert plan.kv_cache_bytes == (plan.budget_bytes - 4 * GIB - GIB // 2) // (2 * MIB) * 2 * MIB
     assert plan.max_model_len == 8192
-    assert make_plan(Readings(128 * GIB, 100 * GIB), NEEDS).kv_cache_bytes == 16 * GIB  # 16 requests of 512 blocks
+    assert (
+        make_plan(Readings(128 * GIB, 100 * GIB), NEEDS).kv_cache_bytes == 16 * GIB
+    )  # 16 requests of 512 blocks
 
 
 def test_shared_memory_is_counted_once():

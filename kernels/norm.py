@@ -27,8 +27,8 @@ class RmsNorm:
         if self._mirrored is None:
             return torch.nn.functional.rms_norm(x, self._shape, self.weight, self.eps)
         d = self._shape[-1]
-        both = torch.cat((x, -x), dim=-1)
-        return torch.layer_norm(both, (2 * d,), self._mirrored, None, self.eps)[..., :d]
+        both = torch.cat((x, x.neg()), dim=-1)
+        return torch.layer_norm(both, (2 * d,), self._mirrored, None, self.eps).narrow(-1, 0, d)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -97,15 +97,22 @@ class RopeTable:
     def nbytes(self) -> int:
         return self.cos.nbytes + self.sin.nbytes
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T] -> (cos, sin), each [T, 1, D]; one lookup serves every layer of a step."""
-        return self.cos[positions], self.sin[positions]
+    def at(self, positions: torch.Tensor, rotated: int, plain: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int64 [T] -> (cos, sin), each [T, rotated + plain, D]; one lookup serves every layer of a step.
+
+        The first `rotated` heads turn, the last `plain` ones (values, beside queries and keys) stay as they are.
+        """
+        cos, sin = self.cos[positions], self.sin[positions]
+        still = cos.new_ones(1).expand(len(positions), plain, cos.shape[-1])
+        return (
+            torch.cat((cos.expand(-1, rotated, -1), still), dim=1),
+            torch.cat((sin.expand(-1, rotated, -1), still - 1), dim=1),
+        )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [T, H, D] rotated by `RopeTable.at`'s cos and sin."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotate_reference(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:

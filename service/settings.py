@@ -66,7 +66,9 @@ class Settings(BaseSettings):
     prefill_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step.")
     prefill_tokens_busy: int = Field(64, ge=1, description="The same while other requests are decoding.")
     lm_head: str = Field("auto", min_length=1, description="Format of the output head; auto decides.")
-    threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores it may use.")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the engine; 0: as many as are fastest, measured at start."
+    )
     gemm_sample_every: int = Field(32, ge=0, description="Time one of this many GEMM calls; 0: none.")
 
     def engine_config(self, folder: str) -> EngineConfig:

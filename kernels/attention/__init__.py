@@ -1,7 +1,7 @@
 """Attention over a paged KV cache.
 
     spans (one per sequence of the step) --plan()--> what every layer of the step shares
-    k, v [T, Hkv, D] --write()--> the cache of one layer
+    kv [T, 2 Hkv, D], keys first --write()--> the cache of one layer
     q [T, H, D] --attend()--> [T, H, D]
 
 A back end chooses its own cache layout; everybody else knows block numbers alone. Rows of one step lie one sequence
@@ -58,8 +58,8 @@ class AttentionBackend(ABC):
         """Everything layers share in one step. windows: the distinct sliding windows of the model's layers."""
 
     @abstractmethod
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, plan: Any) -> None:
-        """Store k, v [T, Hkv, D] at the rows' positions."""
+    def write(self, layer: int, kv: torch.Tensor, plan: Any) -> None:
+        """Store kv [T, 2 Hkv, D], keys first, at the rows' positions."""
 
     @abstractmethod
     def attend(

@@ -8,7 +8,9 @@ Zen 4: fp16 and fp32 activations cost 30 times the bf16 form).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -21,6 +23,13 @@ _GROUPS = (32, 64, 128, 256)
 _N_MULTIPLE = 16
 # Rows unpacked at once while preparing: bounds the int32 temporary of the packer to 16 MiB at K = 4096.
 _CHUNK_ELEMENTS = 4 << 20
+
+
+@cache
+def _int4_mm() -> Callable[..., torch.Tensor]:
+    """The one overload, looked up once: resolving the packet at each call costs a microsecond of twenty."""
+    op: Callable[..., torch.Tensor] = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return op
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,7 @@ class CpuInt4(LinearKernel):
     def apply(
         self, state: CpuInt4State, x: torch.Tensor, bias: torch.Tensor | None, path: str
     ) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), state.packed, state.group_size, state.scales_and_zeros
-        )
+        y: torch.Tensor = _int4_mm()(x.contiguous(), state.packed, state.group_size, state.scales_and_zeros)
         return y if bias is None else y.add_(bias)
 
     def nbytes(self, state: CpuInt4State) -> int:

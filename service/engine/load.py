@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 
 from nybble.kernels.attention import CacheShape, backend_for
 from nybble.kernels.linear import W4A16Linear, route_table
-from nybble.kernels.packing import W4A16Weight
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
@@ -21,6 +21,9 @@ from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
+from nybble.service.models.decoder import HeadQuantizer
+
+log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]
 
@@ -77,6 +80,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     )
     runner = Runner(model, device)
     runner.warm_up()
+    if device.type == "cpu" and not config.threads:
+        log.info("%d CPU threads: the fastest for one decode row here", runner.choose_threads(usable_cores()))
     info = EngineInfo(
         model=str(folder),
         architecture=model_config.architecture,
@@ -131,7 +136,7 @@ def _readings(device: torch.device) -> Readings:
 
 def _head_quantizer(
     mode: str, model: DecoderConfig, dtype: torch.dtype, target: Target
-) -> Callable[[torch.Tensor], W4A16Weight] | None:
+) -> HeadQuantizer | None:
     """auto: int4 on a CPU in bfloat16, where the head is a third of a small model's bytes; kept elsewhere."""
     if mode not in HEADS:
         raise ConfigError(f"--lm-head is {mode!r}: accepted {', '.join(HEADS)}")

@@ -153,17 +153,17 @@ class Decoder:
         rows = batch.token_ids.shape[0]
         rotary, total = c.heads + c.kv_heads, c.heads + 2 * c.kv_heads
         plan = attention.plan(batch.spans, self.windows)
-        cos, sin = self.rope.at(batch.positions)
+        cos, sin = self.rope.at(batch.positions, rotary, c.kv_heads)
         x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
         for index, block in enumerate(self.blocks):
             qkv = block.qkv(block.input_norm(x)).view(rows, total, c.head_dim)
-            qk, v = qkv[:, :rotary], qkv[:, rotary:]
             if block.qk_norm is not None:
                 weight, eps = block.qk_norm
-                qk = torch.nn.functional.rms_norm(qk, (c.head_dim,), None, eps) * weight
-            qk = rotate(qk, cos, sin)
-            attention.write(index, qk[:, c.heads :], v, plan)
-            mixed = attention.attend(index, qk[:, : c.heads], plan, block.window, self._scale)
+                qk = torch.nn.functional.rms_norm(qkv.narrow(1, 0, rotary), (c.head_dim,), None, eps) * weight
+                qkv = torch.cat((qk, qkv.narrow(1, rotary, c.kv_heads)), dim=1)
+            qkv = rotate(qkv, cos, sin)
+            attention.write(index, qkv.narrow(1, c.heads, 2 * c.kv_heads), plan)
+            mixed = attention.attend(index, qkv.narrow(1, 0, c.heads), plan, block.window, self._scale)
             x = x + block.o(mixed.reshape(rows, c.heads * c.head_dim))
             x = x + block.down(silu_mul(block.gate_up(block.post_norm(x))))
         if batch.logit_rows is not None:

@@ -62,7 +62,9 @@ def engine():
 
 
 def request(name, count=5):
-    return Add(Request(name, (10, 11, 12), SamplingParams(count, temperature=0.0, ignore_eos=True), time.monotonic()))
+    return Add(
+        Request(name, (10, 11, 12), SamplingParams(count, temperature=0.0, ignore_eos=True), time.monotonic())
+    )
 
 
 def cpu_seconds(pid):

@@ -14,8 +14,7 @@ def build(kv_heads=2, head_dim=16, blocks=32, dtype=torch.float32):
     attention = SdpaAttention()
     attention.allocate(CacheShape(1, blocks, BLOCK, kv_heads, head_dim, dtype), torch.device("cpu"))
     # A slot that is read without having been written shows.
-    attention.k[0].fill_(float("nan"))
-    attention.v[0].fill_(float("nan"))
+    attention.cache[0].fill_(float("nan"))
     return attention
 
 
@@ -43,12 +42,12 @@ def test_attention_equals_the_reference(case, heads, window):
         q = torch.randn(q_len, heads, 16, generator=gen)
         if kv_len > q_len:  # what earlier steps wrote
             before = attention.plan([Span(kv_len - q_len, kv_len - q_len, blocks)], [None])
-            attention.write(0, k[: kv_len - q_len], v[: kv_len - q_len], before)
-        sequences.append((Span(q_len, kv_len, blocks), k[-q_len:], v[-q_len:]))
+            attention.write(0, torch.cat((k, v), dim=1)[: kv_len - q_len], before)
+        sequences.append((Span(q_len, kv_len, blocks), torch.cat((k, v), dim=1)[-q_len:]))
         q_rows.append(q)
         expected.append(attention_reference(q, k, v, scale, window))
-    plan = attention.plan([s for s, _, _ in sequences], [window])
-    attention.write(0, torch.cat([k for _, k, _ in sequences]), torch.cat([v for _, _, v in sequences]), plan)
+    plan = attention.plan([s for s, _ in sequences], [window])
+    attention.write(0, torch.cat([kv for _, kv in sequences]), plan)
     out = attention.attend(0, torch.cat(q_rows), plan, window, scale)
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
 

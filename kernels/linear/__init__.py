@@ -12,6 +12,7 @@ import torch
 
 from nybble.kernels.linear.backends import Selection, select
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
+from nybble.kernels.linear.dense import dense_bytes, dense_copy
 from nybble.kernels.linear.recorder import RECORDER
 from nybble.kernels.linear.reference import dequantize, linear_reference
 from nybble.kernels.linear.route import PATHS, Decision, decide, route, route_table
@@ -27,6 +28,8 @@ __all__ = [
     "Selection",
     "W4A16Linear",
     "decide",
+    "dense_bytes",
+    "dense_copy",
     "dequantize",
     "linear_reference",
     "route",
@@ -42,6 +45,8 @@ class W4A16Linear:
     bias    [N] or None; kept in the activation type
     dtype   activation type
     kernel  None: the first of the target's table that fits
+    dense   also keep the exactly dequantised weight, for the "dense" path: four times the int4 weight's bytes, so only
+            where the memory plan allows it. Derived data: part of no checkpoint
 
     Raises ValueError when no kernel can implement the layer, with every kernel's reason.
     """
@@ -54,6 +59,7 @@ class W4A16Linear:
         device: torch.device,
         target: Target | None = None,
         kernel: LinearKernel | None = None,
+        dense: bool = False,
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
         self.target = detect(device) if target is None else target
@@ -67,10 +73,15 @@ class W4A16Linear:
             raise ValueError(f"bias: given {list(bias.shape)}, accepted [{weight.n}]")
         self.bias = None if bias is None else bias.to(device, dtype)
         self.available = self.kernel.paths
+        self.dense: torch.Tensor | None = None
+        if dense:
+            self.dense = dense_copy(weight, dtype, device, self.target)
+            self.available = (*self.available, "dense")
         self._path_of_m: dict[int, str] = {}
 
     @property
     def nbytes(self) -> int:
+        """Resident bytes, those of a dense copy left out: the memory plan counts them apart."""
         return self.kernel.nbytes(self.state) + (0 if self.bias is None else self.bias.nbytes)
 
     def path_for(self, m: int) -> str:
@@ -81,6 +92,8 @@ class W4A16Linear:
 
     def run(self, x: torch.Tensor, path: str) -> torch.Tensor:
         """x [M, K], M >= 1, through one named path, neither routed nor counted."""
+        if path == "dense" and self.dense is not None:
+            return torch.nn.functional.linear(x, self.dense, self.bias)
         return self.kernel.apply(self.state, x, self.bias, path)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

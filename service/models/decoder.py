@@ -187,8 +187,17 @@ def load(
     """
     c = config
 
+    def plain(name: str, *shape: int) -> torch.Tensor:
+        tensor = source.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name}: given {list(tensor.shape)}, accepted {list(shape)} by config.json: "
+                "the two do not belong together"
+            )
+        return tensor
+
     def norm(name: str) -> RmsNorm:
-        return RmsNorm(source.tensor(name).to(device, dtype), c.rms_norm_eps)
+        return RmsNorm(plain(name, c.hidden_size).to(device, dtype), c.rms_norm_eps)
 
     def single(weight: W4A16Weight | torch.Tensor, bias: torch.Tensor | None) -> W4A16Linear | DenseLinear:
         if isinstance(weight, W4A16Weight):
@@ -223,7 +232,7 @@ def load(
         qk_norm = None
         if c.qk_norm:
             weights = [
-                source.tensor(f"{p}.self_attn.{name}_norm.weight").expand(heads, c.head_dim)
+                plain(f"{p}.self_attn.{name}_norm.weight", c.head_dim).expand(heads, -1)
                 for name, heads in (("q", c.heads), ("k", c.kv_heads))
             ]
             qk_norm = (torch.cat(weights).unsqueeze(0).to(device, dtype), c.rms_norm_eps)
@@ -248,7 +257,7 @@ def load(
             window=c.windows[index],
         )
 
-    embedding = source.tensor("model.embed_tokens.weight").to(device, dtype)
+    embedding = plain("model.embed_tokens.weight", c.vocab_size, c.hidden_size).to(device, dtype)
     blocks = [block(i) for i in range(c.layers)]
     final_norm = norm("model.norm.weight")
     if c.tie_word_embeddings:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from weights import make_weight
 
 from nybble.kernels.linear import (
     RECORDER,
@@ -14,23 +15,12 @@ from nybble.kernels.linear import (
 )
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
-from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, cpu_target
 
 CPU = torch.device("cpu")
 # Relative error by activation type: bf16 rounds the output (2^-9) and, asymmetric, the zero term.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-
-def make_weight(n, k, g, symmetric, act_order=False, seed=0):
-    """Scales differ 1000-fold between groups and every column is distinct, so that no swap can hide."""
-    gen = torch.Generator().manual_seed(seed)
-    q = pack_rows(torch.randint(0, 16, (n, k), generator=gen))
-    scales = (10.0 ** -(torch.rand(n, k // g, generator=gen) * 3 + 1)).to(torch.float16)
-    zeros = None if symmetric else torch.randint(0, 16, (n, k // g), generator=gen).to(torch.uint8)
-    g_idx = (torch.randperm(k, generator=gen) // g).to(torch.int32) if act_order else None
-    return W4A16Weight(q, scales, zeros, g_idx, g, n, k)
 
 
 def relative_error(y, expected):

@@ -74,8 +74,11 @@ class W4A16Linear:
         self.bias = None if bias is None else bias.to(device, dtype)
         self.available = self.kernel.paths
         self.dense: torch.Tensor | None = None
+        self.dense_build_seconds = 0.0
         if dense:
+            started = perf_counter()
             self.dense = dense_copy(weight, dtype, device, self.target)
+            self.dense_build_seconds = perf_counter() - started
             self.available = (*self.available, "dense")
         self._path_of_m: dict[int, str] = {}
 

@@ -92,6 +92,29 @@ def test_batching_and_chunking_do_not_change_a_greedy_answer(config, stagger):
     assert [got[str(i)] for i in range(len(prompts))] == [p["greedy_ids"] for p in prompts]
 
 
+def test_dense_copies_change_no_answer_and_are_accounted_for():
+    engine = make(dense_copies="enabled")
+    prompt, greedy = reference()[2]["input_ids"], reference()[2]["greedy_ids"]
+    assert run(engine, request("a", prompt, 40))["a"] == greedy
+    assert engine.stats().gemm_calls["dense", "prefill"] > 0
+    memory = engine.info.memory
+    layer = 512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512
+    assert memory.dense_required_bytes == memory.pools["dense_copies"] == 2 * layer * 4
+    assert (memory.dense_state, memory.dense_layers) == ("enabled", 8) and memory.dense_build_seconds > 0
+
+
+def test_dense_copies_that_leave_no_room_are_refused_or_done_without(monkeypatch):
+    import nybble.service.engine.load as loading
+
+    # Room for the weights, the workspace and the KV cache, and half a copy.
+    monkeypatch.setattr(loading, "read_host_available", lambda: (1 << 29) + 24_600_000)
+    with pytest.raises(ConfigError, match="dense copies refused: they need 0.00 GiB"):
+        make(dense_copies="enabled", memory_fraction=1.0, dtype="bfloat16")
+    engine = make(dense_copies="auto", memory_fraction=1.0, dtype="bfloat16")
+    assert engine.info.memory.dense_state == "refused"
+    assert engine.info.memory.pools["dense_copies"] == 0
+
+
 def test_preemption_does_not_change_an_answer_greedy_or_seeded():
     prompts = [p["input_ids"] for p in reference()]
     wishes = [

@@ -127,18 +127,19 @@ def resolve(model: str) -> None:
 @app.command()
 def quantize(
     src: Annotated[Path, typer.Argument(help="A GGUF file or a folder with 16-bit weights.")],
-    dst: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")],
+    dst: Annotated[Path, typer.Argument(help="The folder to write; it must be empty or not exist yet.")],
     group_size: Annotated[
         Literal["32", "64", "128"], typer.Option(help="Input channels that share one scale.")
     ] = "32",
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
     ] = False,
+    calibrate: Annotated[
+        bool, typer.Option(help="Weigh rounding errors by activations measured on a short built-in text.")
+    ] = True,
 ) -> None:
     """Turn 16-bit or GGUF weights into a W4A16 folder (compressed-tensors)."""
-    from tqdm import tqdm
-
     from nybble.service.checkpoints.quantize import QuantizeOptions
     from nybble.service.checkpoints.quantize import quantize as run
 
-    run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric), tqdm)
+    run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))

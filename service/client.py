@@ -236,10 +236,6 @@ class EngineClient:
     def in_flight(self) -> int:
         return len(self._live)
 
-    @property
-    def available(self) -> bool:
-        return self.state is EngineState.READY
-
     def require_info(self) -> EngineInfo:
         """What the engine said of itself. Raises Unavailable unless it is ready for requests."""
         if self.state is not EngineState.READY or self.info is None:
@@ -349,6 +345,9 @@ class EngineClient:
         )
         try:
             process.start()
+        except OSError:
+            ours.close()
+            raise
         finally:
             # Only then does the engine's death end the pipe, on either side.
             theirs.close()
@@ -492,21 +491,30 @@ class EngineClient:
         if self.info is not None and time.monotonic() - self._ready_s > STABLE_S:
             self._failures_in_a_row = 0
         self.info = self.loading = None
-        pause_s = self._backoff_s[min(self._failures_in_a_row, len(self._backoff_s) - 1)]
-        self._failures_in_a_row += 1
-        logger.info("the engine is restarted in %g s", pause_s)
-        await asyncio.sleep(pause_s)
-        self.restarts += 1
+        while True:
+            pause_s = self._backoff_s[min(self._failures_in_a_row, len(self._backoff_s) - 1)]
+            self._failures_in_a_row += 1
+            logger.info("the engine is restarted in %g s", pause_s)
+            await asyncio.sleep(pause_s)
+            self.restarts += 1
+            try:
+                await self._spawn_whole()
+            except OSError as error:
+                logger.error("the engine process cannot be started: %s", error)
+            else:
+                break
+        if self.state is EngineState.DOWN:
+            self._set_state(EngineState.LOADING)
+        self._watch()
+
+    async def _spawn_whole(self) -> None:
+        """Also when cancelled meanwhile: a process that is on its way has to be there for stop() to end it."""
         spawn = asyncio.get_running_loop().run_in_executor(None, self._spawn)
         try:
             await asyncio.shield(spawn)
         except asyncio.CancelledError:
-            # A process that is on its way has to be there for stop() to end it.
             await spawn
             raise
-        if self.state is EngineState.DOWN:
-            self._set_state(EngineState.LOADING)
-        self._watch()
 
     # --- timings ---
 

@@ -12,7 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nybble.service.errors import BodyTooLarge, NybbleError, QueueFull, Unavailable
+from nybble.service.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    ModelNotFound,
+    NybbleError,
+    QueueFull,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +27,8 @@ MAX_ECHO_CHARS = 100
 # Errors counted as nybble_rejected_total{reason}.
 REJECTIONS: dict[type[NybbleError], str] = {
     BodyTooLarge: "body_too_large",
+    InvalidRequest: "invalid",
+    ModelNotFound: "model_not_found",
     QueueFull: "queue_full",
     Unavailable: "unavailable",
 }
@@ -62,7 +71,7 @@ async def _on_nybble_error(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    request.app.state.service.metrics.rejected("invalid")
+    request.app.state.service.metrics.rejected(REJECTIONS[InvalidRequest])
     return respond(400, _explain(error.errors()[0]))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nybble.service.api.errors import respond_to
+from nybble.service.api.errors import REJECTIONS, respond_to
 from nybble.service.errors import BodyTooLarge
 
 logger = logging.getLogger("nybble.access")
@@ -67,7 +67,7 @@ class BodyLimit:
         try:
             body = await self._read(scope, receive)
         except BodyTooLarge as error:
-            self._on_reject("body_too_large")
+            self._on_reject(REJECTIONS[BodyTooLarge])
             await respond_to(error)(scope, receive, send)
             return
         if body is None:

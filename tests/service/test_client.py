@@ -200,6 +200,24 @@ async def test_an_engine_that_cannot_load_is_tried_again_with_longer_pauses(tmp_
         assert client.state is EngineState.READY
 
 
+async def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch) -> None:
+    async with ready(tmp_path) as client:
+        spawn, failures = client._spawn, 0
+
+        def fail_twice() -> None:
+            nonlocal failures
+            failures += 1
+            if failures <= 2:
+                raise OSError("cannot allocate memory")
+            spawn()
+
+        monkeypatch.setattr(client, "_spawn", fail_twice)
+        client.kill()
+        await until(lambda: client.restarts == 3)
+        await asyncio.wait_for(client.wait_ready(), 30)
+        assert client.state is EngineState.READY
+
+
 async def test_a_users_error_is_final(tmp_path: Path) -> None:
     (tmp_path / fake_engine.USER_ERROR).touch()
     said: list[str] = []

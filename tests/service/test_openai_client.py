@@ -1,22 +1,42 @@
 """The real openai client drives a real server process: what it parses is what users get.
 
-The tests hold for any model: they compare answers with each other, not with known text. `server_url` names the server.
+The tests hold for any model: they compare answers with each other, not with known text. They run against the fake
+engine and against the real one with a small checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
+from http_fixtures import run_server
 
 MESSAGES = [{"role": "user", "content": "Say hello to the world."}]
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
 
 
+CHECKPOINT = Path(__file__).parents[1] / "data" / "llama-ct-g32"
+
+
+@pytest.fixture(scope="module", params=["fake engine", "llama-ct-g32"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "fake engine":
+        yield request.getfixturevalue("server_url")
+        return
+    # Exact arithmetic: 16 bits would let batching decide between tokens that are nearly as likely.
+    flags = ("--device", "cpu", "--dtype", "float32", "--lm-head", "keep", "--kv-cache-bytes", "8000000")
+    log = tmp_path_factory.mktemp("real") / "log"
+    with run_server(CHECKPOINT, log, *flags, real=True) as server:
+        server.wait_listening()
+        server.wait_ready()
+        yield server.url
+
+
 @pytest.fixture(scope="module")
-def client(server_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 

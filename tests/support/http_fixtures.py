@@ -95,8 +95,10 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def run_server(folder: Path, log: Path, *flags: str) -> Iterator[ServerProcess]:
-    command = [sys.executable, str(SUPPORT / "fake_server.py"), "serve", str(folder), "--port", "0", *flags]
+def run_server(folder: Path | str, log: Path, *flags: str, real: bool = False) -> Iterator[ServerProcess]:
+    """real: with the engine that users get, instead of the fake one."""
+    program = ["-P", "-m", "nybble.service"] if real else [str(SUPPORT / "fake_server.py")]
+    command = [sys.executable, *program, "serve", str(folder), "--port", "0", *flags]
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, stderr=stderr, stdout=stderr)
     try:

@@ -1,17 +1,18 @@
 """The engine in-process, on a real quantised checkpoint in float32."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
+import torch
+from model_folders import DATA, folders, prompts
 
+from nybble.kernels.attention import Span
 from nybble.kernels.linear import RECORDER
 from nybble.service.engine.load import build_engine
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 from nybble.service.errors import ConfigError
+from nybble.service.models import Batch
 
-DATA = Path(__file__).parents[1] / "data"
 MODEL = DATA / "llama-ct-g32"
 
 
@@ -60,11 +61,7 @@ def run(engine, *requests, stagger=0):
 
 
 def reference(model=MODEL):
-    return json.loads((model / "reference.json").read_text())["prompts"]
-
-
-def folders():
-    return sorted(p for p in DATA.iterdir() if (p / "reference.json").is_file())
+    return prompts(model)
 
 
 @pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
@@ -73,6 +70,30 @@ def test_greedy_text_is_the_references(model):
     prompts = reference(model)
     got = run(engine, *(request(str(i), p["input_ids"], 40) for i, p in enumerate(prompts)))
     assert [got[str(i)] for i in range(len(prompts))] == [p["greedy_ids"] for p in prompts]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
+def test_logits_are_the_references(model, dtype):
+    """float32 to rounding. bfloat16, with the reference's tokens fed back: logits within 0.12, and the same choice at
+    every step that is not closer than that."""
+    # All-bf16 compute moves these files' logits by up to 0.053; two logits may move towards each other.
+    tolerance = {"float32": 1e-4, "bfloat16": 0.12}[dtype]
+    engine = make(model, dtype=dtype)
+    decoder = engine._runner.model
+    steps = 0
+    for p in prompts(model):
+        ids = p["input_ids"] + p["greedy_ids"]
+        blocks = list(range(-(-len(ids) // 16)))
+        batch = Batch(torch.tensor(ids), torch.arange(len(ids)), [Span(len(ids), len(ids), blocks)])
+        with torch.inference_mode():
+            logits = decoder.forward(batch).float()[len(p["input_ids"]) - 1 : -1]
+        top = logits[0, p["top20_ids"]]
+        assert (top - torch.tensor(p["top20_logits"])).abs().max() < tolerance
+        clear = [i for i, gap in enumerate(p["greedy_top1_top2_gap"]) if gap > tolerance]
+        assert [int(logits[i].argmax()) for i in clear] == [p["greedy_ids"][i] for i in clear]
+        steps += len(clear)
+    assert steps > 40, "too few clear steps to tell anything"
 
 
 @pytest.mark.parametrize(

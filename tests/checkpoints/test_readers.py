@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_folders import folders
+from model_folders import DATA, folders, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nybble.kernels.linear.reference import dequantize

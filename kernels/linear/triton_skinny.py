@@ -13,7 +13,8 @@ split; partial sums go to fp32 scratch and a second small kernel adds them in a 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import logging
+from types import ModuleType
 
 import torch
 import triton
@@ -25,6 +26,11 @@ from nybble.kernels.target import detect
 from nybble.kernels.tiles import Tile, tile_for
 
 DTYPES = (torch.float16, torch.bfloat16)
+RDNA = ("gfx11", "gfx120")
+_X_CLIFF_BYTES = 2048
+_X_PAD_BYTES = 128
+
+_log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------- kernel
 
@@ -151,7 +157,7 @@ def w4a16_skinny(
 
     inside = (rows_m < M)[:, None] & (rows_n < N)[None, :]
     out = tl.trans(acc)
-    if HAS_BIAS and SPLIT_K == 1:
+    if HAS_BIAS:
         out += tl.load(bias_ptr + safe_n).to(tl.float32)[None, :]
     y_ptrs = y_ptr + (split.to(tl.int64) * M + rows_m)[:, None] * stride_ym + rows_n[None, :]
     tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=inside)
@@ -227,16 +233,38 @@ def launch(
     if m == 0 or n == 0:
         return y
     arch = _arch(x.device)
+    gluon = _gluon_kernel() if arch.startswith(RDNA) else None
     if tile is None:
-        tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None)
+        tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None, "skinny_rdna" if gluon else "skinny")
     if tile.block_k > group_size or group_size % tile.block_k:
         raise ValueError(
             f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
             "(a wider step would take one group's scale for its neighbour)"
         )
-    splits = tile.split_k
-    out = y if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
-    grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), splits)
+    x = _off_the_cliff(x, arch)
+    out = y if tile.split_k == 1 else x.new_empty(tile.split_k, m, n, dtype=torch.float32)
+    if gluon:
+        gluon.launch_tiles(x, words, scales, zeros, bias, out, group_size, tile, arch.startswith("gfx12"))
+    else:
+        _launch_tiles(x, words, scales, zeros, bias, out, group_size, tile)
+    if tile.split_k > 1:
+        reduce_splits(out, bias, y)
+    return y
+
+
+def _launch_tiles(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+    tile: Tile,
+) -> None:
+    m, k = x.shape
+    n = words.shape[0]
+    grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.split_k)
     w4a16_skinny[grid](
         x,
         words,
@@ -254,8 +282,8 @@ def launch(
         n,
         G=group_size,
         HAS_ZEROS=zeros is not None,
-        HAS_BIAS=bias is not None,
-        SPLIT_K=splits,
+        HAS_BIAS=bias is not None and tile.split_k == 1,
+        SPLIT_K=tile.split_k,
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
@@ -263,9 +291,15 @@ def launch(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if splits > 1:
-        reduce_splits(out, bias, y)
-    return y
+
+
+def _off_the_cliff(x: torch.Tensor, arch: str) -> torch.Tensor:
+    """x, or on gfx1151 a copy with padded rows where x's row stride aliases in the vector caches (2048 bytes)."""
+    if arch != "gfx1151" or x.shape[0] < 2 or x.stride(0) * x.element_size() % _X_CLIFF_BYTES:
+        return x
+    m, k = x.shape
+    padded = x.new_empty(m, k + _X_PAD_BYTES // x.element_size())[:, :k]
+    return padded.copy_(x)
 
 
 def reduce_splits(partial: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
@@ -357,7 +391,18 @@ def _arch(device: torch.device) -> str:
     return detect(device).arch
 
 
-def _backend(device: torch.device) -> Any:
+@functools.cache
+def _gluon_kernel() -> ModuleType | None:
+    """The RDNA kernel's module, or None, said once, where this Triton has no usable Gluon."""
+    try:
+        from nybble.kernels.linear import triton_skinny_rdna
+    except ImportError as error:
+        _log.warning("no Gluon in this Triton (%s): the plain Triton kernel serves RDNA", error)
+        return None
+    return triton_skinny_rdna
+
+
+def _backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "interpreter"  # no inline assembly there
     return "hip" if torch.version.hip else "cuda"

@@ -6,15 +6,18 @@ never meets a weight: a group's products are summed alone and folded into the ru
 Addresses are a scalar base that moves plus lane offsets that never change (buffer loads). Global loads run one step
 ahead in registers; LDS is double-buffered, so a step has one barrier.
 
-`available()` says whether this Triton can build it; `launch` has the contract of `triton_skinny.launch`.
+For bf16 at block_m <= 32, where unpacking dominates, the products take raw 128 + q and (128 + z) * sum(x) leaves the
+sum once per group; the row sums come from the same pass, in fp32.
+
+`triton_skinny.launch` chooses this kernel; importing this module fails where Triton ships no Gluon.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -298,7 +301,7 @@ def w4a16_skinny_rdna(
     out_type: gl.constexpr = y_ptr.dtype.element_ty
     y_n = gl.arange(0, BN, gl.SliceLayout(0, Y_REGS))
     y_m = gl.arange(0, BM, gl.SliceLayout(1, Y_REGS))
-    if HAS_BIAS and SPLIT_K == 1:
+    if HAS_BIAS:
         bias = buffer_load(bias_ptr + first_n, s_rows)
         total += bias.to(gl.float32)[None, :]
     if out_type == gl.bfloat16:
@@ -310,11 +313,55 @@ def w4a16_skinny_rdna(
     buffer_store(out, y_base, y_m[:, None] * stride_ym + y_n[None, :], inside)
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """The kernel's layout arguments for one tile and chip generation."""
+ROW_SUMS_MAX_BLOCK_M = 32
 
-    constants: dict[str, Any]
+
+def launch_tiles(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+    tile: Tile,
+    rdna4: bool,
+) -> None:
+    """Run the kernel into `out`: y [M, N], or with split_k > 1 fp32 [S, M, N] without bias. Arguments are checked."""
+    m, k = x.shape
+    n = words.shape[0]
+    if x.stride(0) % 2 or x.data_ptr() % 4:  # read as int32
+        x = x.contiguous()
+    pairs = x.view(torch.int32)
+    grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.split_k)
+    w4a16_skinny_rdna[grid](
+        pairs,
+        words,
+        scales,
+        words if zeros is None else zeros,
+        x if bias is None else bias,
+        out,
+        m,
+        n,
+        k,
+        pairs.stride(0),
+        words.stride(0),
+        scales.stride(0),
+        0 if zeros is None else zeros.stride(0),
+        n,
+        G=group_size,
+        HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None and tile.split_k == 1,
+        SPLIT_K=tile.split_k,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
+        RDNA4=rdna4,
+        ROW_SUMS=x.dtype == torch.bfloat16 and tile.block_m <= ROW_SUMS_MAX_BLOCK_M,
+        num_warps=tile.num_warps,
+        **layouts(tile, rdna4),
+    )
 
 
 def _log2(value: int) -> int:

@@ -232,7 +232,7 @@ def launch(
     y = x.new_empty(m, n)
     if m == 0 or n == 0:
         return y
-    arch = _arch(x.device)
+    arch = arch_of(x.device)
     gluon = _gluon_kernel() if arch.startswith(RDNA) else None
     if tile is None:
         tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None, "skinny_rdna" if gluon else "skinny")
@@ -287,7 +287,7 @@ def _launch_tiles(
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
-        BACKEND=_backend(x.device),
+        BACKEND=backend_of(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -330,7 +330,7 @@ def check_arguments(
 ) -> None:
     """Raise ValueError unless the arguments are what `skinny_gemm` documents."""
     if x.ndim != 2 or x.dtype not in DTYPES:
-        raise ValueError(f"x: given {_given(x)}, accepted float16 or bfloat16 [M, K]")
+        raise ValueError(f"x: given {given(x)}, accepted float16 or bfloat16 [M, K]")
     k = x.shape[1]
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size: given {group_size}, accepted {', '.join(map(str, GROUP_SIZES))}")
@@ -339,24 +339,24 @@ def check_arguments(
             f"x: given K={k}, accepted a positive multiple of {K_MULTIPLE} and of group_size {group_size}"
         )
     if words.ndim != 2 or words.dtype != torch.int32 or words.shape[1] != k // PER_WORD:
-        raise ValueError(f"words: given {_given(words)}, accepted int32 [N, {k // PER_WORD}] (K/8 words a row, K={k})")
+        raise ValueError(f"words: given {given(words)}, accepted int32 [N, {k // PER_WORD}] (K/8 words a row, K={k})")
     n, groups = words.shape[0], k // group_size
     if scales.dtype not in (*DTYPES, torch.float32) or tuple(scales.shape) != (n, groups):
-        raise ValueError(f"scales: given {_given(scales)}, accepted float16, bfloat16 or float32 [{n}, {groups}]")
+        raise ValueError(f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{n}, {groups}]")
     if zeros is not None:
         if n % PER_WORD:
             raise ValueError(f"zeros: given N={n}, accepted a multiple of {PER_WORD} (eight rows share one word)")
         if zeros.dtype != torch.int32 or tuple(zeros.shape) != (n // PER_WORD, groups):
             raise ValueError(
-                f"zeros: given {_given(zeros)}, accepted int32 [{n // PER_WORD}, {groups}], packed along N "
+                f"zeros: given {given(zeros)}, accepted int32 [{n // PER_WORD}, {groups}], packed along N "
                 "(zero points expanded to the activation type are not read)"
             )
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
-        raise ValueError(f"bias: given {_given(bias)}, accepted contiguous {_name(x.dtype)} [{n}]")
-    _check_placement(x, {"words": words, "scales": scales, "zeros": zeros, "bias": bias})
+        raise ValueError(f"bias: given {given(bias)}, accepted contiguous {_name(x.dtype)} [{n}]")
+    check_placement(x, {"words": words, "scales": scales, "zeros": zeros, "bias": bias})
 
 
-def _check_placement(x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+def check_placement(x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
     for name, t in {"x": x, **others}.items():
         if t is None:
             continue
@@ -382,12 +382,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _given(t: torch.Tensor) -> str:
+def given(t: torch.Tensor) -> str:
     return f"{_name(t.dtype)} {list(t.shape)}"
 
 
 @functools.cache
-def _arch(device: torch.device) -> str:
+def arch_of(device: torch.device) -> str:
     return detect(device).arch
 
 
@@ -402,7 +402,7 @@ def _gluon_kernel() -> ModuleType | None:
     return triton_skinny_rdna
 
 
-def _backend(device: torch.device) -> str:
+def backend_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "interpreter"  # no inline assembly there
     return "hip" if torch.version.hip else "cuda"

@@ -95,8 +95,8 @@ def pretend(arch: str, *, run: bool = False, **schedule: Any) -> Iterator[list[L
     with (
         mock.patch.object(JITFunction, "run", launch),
         mock.patch.object(driver, "_active", _Driver(arch)),
-        mock.patch.object(triton_skinny, "_arch", lambda device: arch),
-        mock.patch.object(triton_skinny, "_backend", lambda device: backend),
+        mock.patch.object(triton_skinny, "arch_of", lambda device: arch),
+        mock.patch.object(triton_skinny, "backend_of", lambda device: backend),
     ):
         yield launches
 

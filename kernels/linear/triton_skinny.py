@@ -4,8 +4,9 @@ Every target Triton has, RDNA included. On RDNA the Gluon kernel of `triton_skin
 Gluon; both stand behind `skinny_gemm` here, with one contract.
 
 How it works. A program owns block_n weight rows and block_m activation rows and walks K in steps of block_k <= G, so that a
-step has one scale and one zero point per weight row. The dot takes exact integers q - z in the activation type; the
-scale meets the fp32 result of a step. The weight is the dot's first operand: its rows fill the matrix unit's fixed
+step has one scale and one zero point per weight row. The dot takes exact integers q - z in the activation type and the
+scale meets the fp32 result of a step; tiles with `scale_weights` round (q - z) * s to the activation type instead, as a
+dequantised copy does, which leaves the matrix unit one running sum. The weight is the dot's first operand: its rows fill the matrix unit's fixed
 64 or 16 rows while block_m follows the batch down to 16. Where one wave of programs would leave the chip idle, K is
 split; partial sums go to fp32 scratch and a second small kernel adds them in a fixed order.
 """
@@ -36,31 +37,50 @@ _log = logging.getLogger(__name__)
 
 
 @triton.jit
-def _pair(words, zero, P: tl.constexpr, BF16: tl.constexpr, BACKEND: tl.constexpr):
-    """Values 2P and 2P+1 of each word as two 16-bit lanes holding q - z in fp16 or bf16, exactly.
+def _pair(words, zero, scale, P: tl.constexpr, BF16: tl.constexpr, SCALED: tl.constexpr, BACKEND: tl.constexpr):
+    """Values 2P and 2P+1 of each word as two 16-bit lanes: q - z in fp16 or bf16, exactly, or SCALED, (q - z) * s.
 
     OR-ing q into 1024.0 (fp16) or 128.0 (bf16) makes 1024 + q or 128 + q; subtracting 1024 + z or 128 + z is exact.
+    zero int32 and scale int32 (s in both lanes) [BN, 1].
     """
     nibbles = (words >> (4 * P)) & 0x000F000F
     if BACKEND == "cuda" and BF16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
-            "=r,r,r",
-            [nibbles | 0x43004300, (zero * 0x00010001) | -0x3CFF3D00],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        magic, offset = nibbles | 0x43004300, (zero * 0x00010001) | -0x3CFF3D00
+        if SCALED:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 one, nil, w; mov.b32 one, 0x3F803F80; mov.b32 nil, 0x80008000; "
+                "fma.rn.bf16x2 w, $1, one, $2; fma.rn.bf16x2 $0, w, $3, nil; }",
+                "=r,r,r,r",
+                [magic, offset, scale],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+                "=r,r,r",
+                [magic, offset],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
     elif BACKEND == "cuda":
-        return tl.inline_asm_elementwise(
-            "sub.f16x2 $0, $1, $2;",
-            "=r,r,r",
-            [nibbles | 0x64006400, (zero * 0x00010001) | 0x64006400],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    elif BACKEND == "hip" and not BF16:
+        magic, offset = nibbles | 0x64006400, (zero * 0x00010001) | 0x64006400
+        if SCALED:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 w; sub.f16x2 w, $1, $2; mul.f16x2 $0, w, $3; }",
+                "=r,r,r,r",
+                [magic, offset, scale],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "sub.f16x2 $0, $1, $2;", "=r,r,r", [magic, offset], dtype=tl.int32, is_pure=True, pack=1
+            )
+    elif BACKEND == "hip" and not BF16 and not SCALED:
         return tl.inline_asm_elementwise(
             "v_pk_add_f16 $0, $1, $2 neg_lo:[0,1] neg_hi:[0,1]",
             "=v,v,v",
@@ -70,23 +90,42 @@ def _pair(words, zero, P: tl.constexpr, BF16: tl.constexpr, BACKEND: tl.constexp
             pack=1,
         )
     else:
-        # Small integers have a zero low half as fp32 and are exact in 16 bits: converting and cutting loses nothing.
         low = ((nibbles & 0xF) - zero).to(tl.float32)
         high = ((nibbles >> 16) - zero).to(tl.float32)
-        if BF16:
+        if SCALED:
+            lane = scale.to(tl.int16)
+            factor = lane.to(tl.bfloat16 if BF16 else tl.float16, bitcast=True).to(tl.float32)
+            low *= factor
+            high *= factor
+        if BF16 and not SCALED:
+            # A small integer's fp32 has a zero lower half: cutting it off is exact.
             return (low.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) | (high.to(tl.int32, bitcast=True) & -0x10000)
+        elif BF16:
+            low16 = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            return low16 | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
         else:
             low16 = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             return low16 | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
-def _unpack(words, zero, DTYPE: tl.constexpr, BACKEND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """int32 [BN, BK/8], z int32 [BN, 1] -> q - z as DTYPE [BN, BK] in natural k order."""
+def _unpack(
+    words,
+    zero,
+    scale,
+    DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BACKEND: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """int32 [BN, BK/8], z and s int32 [BN, 1] -> q - z or (q - z) * s as DTYPE [BN, BK] in natural k order."""
     bf16: tl.constexpr = DTYPE == tl.bfloat16
-    even = tl.join(_pair(words, zero, 0, bf16, BACKEND), _pair(words, zero, 2, bf16, BACKEND))
-    odd = tl.join(_pair(words, zero, 1, bf16, BACKEND), _pair(words, zero, 3, bf16, BACKEND))
-    pairs = tl.reshape(tl.join(even, odd), (BN, BK // 2))
+    p0 = _pair(words, zero, scale, 0, bf16, SCALED, BACKEND)
+    p1 = _pair(words, zero, scale, 1, bf16, SCALED, BACKEND)
+    p2 = _pair(words, zero, scale, 2, bf16, SCALED, BACKEND)
+    p3 = _pair(words, zero, scale, 3, bf16, SCALED, BACKEND)
+    pairs = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (BN, BK // 2))
     low = pairs.to(tl.int16).to(DTYPE, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.reshape(tl.join(low, high), (BN, BK))
@@ -112,6 +151,7 @@ def w4a16_skinny(
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    SCALED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -140,20 +180,34 @@ def w4a16_skinny(
     z_shift = ((safe_n % 8) * 4).to(tl.int32)
 
     acc = tl.zeros((BN, BM), tl.float32)
+    # Scales and zero points run a step ahead: Triton pipelines the dot's operands only.
+    scale = tl.load(s_ptrs + first * BK // G)
+    zero = tl.full((BN,), 8, tl.int32)
+    if HAS_ZEROS:
+        zero_word = tl.load(z_ptrs + first * BK // G)
     for step in range(first, last):
-        group = step * BK // G
         x = tl.load(x_ptrs + step * BK)
         words = tl.load(w_ptrs + step * (BK // 8))
-        scale = tl.load(s_ptrs + group).to(tl.float32)
+        group = tl.minimum(step + 1, last - 1) * BK // G
+        now = scale
+        scale = tl.load(s_ptrs + group)
         if HAS_ZEROS:
-            zero = (tl.load(z_ptrs + group) >> z_shift) & 0xF
+            zero = (zero_word >> z_shift) & 0xF
+            zero_word = tl.load(z_ptrs + group)
+        if SCALED:
+            lanes = (now.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
+            w = _unpack(words, zero[:, None], lanes[:, None], x_ptr.dtype.element_ty, True, BACKEND, BN, BK)
+            if BACKEND == "interpreter":  # its dot multiplies the bit patterns of bf16
+                acc += tl.dot(w.to(tl.float32), x.to(tl.float32))
+            else:
+                acc = tl.dot(w, x, acc)
         else:
-            zero = tl.full((BN,), 8, tl.int32)
-        w = _unpack(words, zero[:, None], x_ptr.dtype.element_ty, BACKEND, BN, BK)
-        if BACKEND == "interpreter":  # its dot multiplies the bit patterns of bf16
-            acc += tl.dot(w.to(tl.float32), x.to(tl.float32)) * scale[:, None]
-        else:
-            acc += tl.dot(w, x) * scale[:, None]
+            w = _unpack(words, zero[:, None], zero[:, None], x_ptr.dtype.element_ty, False, BACKEND, BN, BK)
+            if BACKEND == "interpreter":
+                part = tl.dot(w.to(tl.float32), x.to(tl.float32))
+            else:
+                part = tl.dot(w, x)
+            acc += part * now.to(tl.float32)[:, None]
 
     inside = (rows_m < M)[:, None] & (rows_n < N)[None, :]
     out = tl.trans(acc)
@@ -284,6 +338,8 @@ def _launch_tiles(
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None and tile.split_k == 1,
         SPLIT_K=tile.split_k,
+        # A scale of another type would be rounded twice on its way into the weight.
+        SCALED=tile.scale_weights and scales.dtype == x.dtype,
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,

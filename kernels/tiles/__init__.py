@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import Any
 
@@ -29,7 +29,10 @@ _BLOCKS = {"block_m": (16, 256), "block_n": (16, 512), "block_k": (16, 256)}
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Block sizes of one launch: a program computes block_m x block_n outputs, block_k at a time, K in split_k parts."""
+    """Block sizes of one launch: a program computes block_m x block_n outputs, block_k at a time, K in split_k parts.
+
+    scale_weights ("skinny" only): multiply weights by their scale in the activation type rather than sums in fp32.
+    """
 
     block_m: int
     block_n: int
@@ -37,6 +40,7 @@ class Tile:
     num_warps: int
     num_stages: int = 1
     split_k: int = 1
+    scale_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def tile_for(
     tile = row.tile
     block_k = min(tile.block_k, g)
     split_k = _split_k(row, -(-m // tile.block_m) * -(-n // tile.block_n), k, max(block_k, min(g, k)))
-    return Tile(tile.block_m, tile.block_n, block_k, tile.num_warps, tile.num_stages, split_k)
+    return replace(tile, block_k=block_k, split_k=split_k)
 
 
 def kernels_on(arch: str) -> list[str]:

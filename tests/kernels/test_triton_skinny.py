@@ -66,6 +66,17 @@ def test_split_k_adds_bias_once(split_k: int):
     assert_close(y, linear_reference(x, weight, bias))
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_scaling_the_weights_instead(dtype: torch.dtype, symmetric: bool):
+    weight = make_weight(24, 384, 64, symmetric, dtype)
+    # The interpreter cuts fp32 to bf16 instead of rounding: powers of two keep the product exact.
+    weight.scales.copy_(torch.exp2(weight.scales.float().clamp_min(2**-11).log2().round()))
+    x = make_x(5, 384, dtype)
+    y = run(x, pack(weight, arch="sm_90", device=DEVICE), tile=Tile(16, 16, 32, 4, scale_weights=True))
+    assert_close(y, linear_reference(x, weight))
+
+
 def test_padding_and_row_strides_change_no_bit():
     weight = make_weight(16, 2048, 128, False, FP16)
     x = make_x(3, 2048, FP16)

@@ -100,7 +100,9 @@ def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
     """uint8 [N, K/G] of 0..15 -> int32 [N/8, K/G], eight consecutive rows per word, low nibble first."""
     n, groups = zeros.shape
     if n % PER_WORD:
-        raise ValueError(f"zero points: given N={n}, accepted a multiple of {PER_WORD} (eight rows share one word)")
+        raise ValueError(
+            f"zero points: given N={n}, accepted a multiple of {PER_WORD} (eight rows share one word)"
+        )
     by_word = zeros.view(n // PER_WORD, PER_WORD, groups)
     words = torch.zeros(n // PER_WORD, groups, dtype=torch.int32, device=zeros.device)
     for row in range(PER_WORD):
@@ -118,7 +120,9 @@ def dequantize_skinny(weight: SkinnyWeight, dtype: torch.dtype) -> torch.Tensor:
     """(q - z) * s as [N, K] of `dtype`: float32 product, rounded once. Readable, not fast: the tests' reference."""
     words = weight.words
     shifts = torch.tensor([(j // 2) * 4 + (j % 2) * 16 for j in range(PER_WORD)], device=words.device)
-    q = ((words.unsqueeze(-1) >> shifts) & 0xF).view(weight.n, weight.k // weight.group_size, weight.group_size)
+    q = ((words.unsqueeze(-1) >> shifts) & 0xF).view(
+        weight.n, weight.k // weight.group_size, weight.group_size
+    )
     zeros = SYMMETRIC_ZERO if weight.zeros is None else unpack_zeros(weight.zeros).unsqueeze(-1).float()
     return ((q.float() - zeros) * weight.scales.float().unsqueeze(-1)).view(weight.n, weight.k).to(dtype)
 
@@ -139,8 +143,14 @@ def _check(weight: W4A16Weight) -> None:
     if weight.k % K_MULTIPLE:
         raise ValueError(f"skinny layout: given {shape}, accepted K a multiple of {K_MULTIPLE}")
     if weight.group_size not in GROUP_SIZES:
-        raise ValueError(f"skinny layout: given {shape}, accepted group_size {', '.join(map(str, GROUP_SIZES))}")
+        raise ValueError(
+            f"skinny layout: given {shape}, accepted group_size {', '.join(map(str, GROUP_SIZES))}"
+        )
     if weight.g_idx is not None:
-        raise ValueError("skinny layout: given an act-order weight (g_idx), accepted groups of consecutive k only")
+        raise ValueError(
+            "skinny layout: given an act-order weight (g_idx), accepted groups of consecutive k only"
+        )
     if weight.zeros is not None and weight.n % PER_WORD:
-        raise ValueError(f"skinny layout: given {shape} with zero points, accepted N a multiple of {PER_WORD}")
+        raise ValueError(
+            f"skinny layout: given {shape} with zero points, accepted N a multiple of {PER_WORD}"
+        )

@@ -53,7 +53,9 @@ def pack_kn(weight: W4A16Weight, *, device: torch.device | None = None) -> KNWei
     if n % PER_WORD:
         raise ValueError(f"[K, N/8] layout: given N={n}, accepted a multiple of {PER_WORD}")
     if weight.g_idx is not None:
-        raise ValueError("[K, N/8] layout: given an act-order weight (g_idx), accepted groups of consecutive k only")
+        raise ValueError(
+            "[K, N/8] layout: given an act-order weight (g_idx), accepted groups of consecutive k only"
+        )
     check_group_size(g, k)
     device = weight.q.device if device is None else device
     words = torch.empty(k, n // PER_WORD, dtype=torch.int32, device=device)
@@ -290,7 +292,9 @@ def check_arguments(
         raise ValueError(f"words: given {given(words)}, accepted int32 [{k}, N/8] (K={k})")
     n, groups = words.shape[1] * PER_WORD, k // group_size
     if scales.dtype not in (*DTYPES, torch.float32) or tuple(scales.shape) != (groups, n):
-        raise ValueError(f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{groups}, {n}]")
+        raise ValueError(
+            f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{groups}, {n}]"
+        )
     if zeros is not None and (zeros.dtype != torch.int32 or tuple(zeros.shape) != (groups, n // PER_WORD)):
         raise ValueError(
             f"zeros: given {given(zeros)}, accepted int32 [{groups}, {n // PER_WORD}], packed along N "

@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 @triton.jit
-def _pair(words, zero, scale, P: tl.constexpr, BF16: tl.constexpr, SCALED: tl.constexpr, BACKEND: tl.constexpr):
+def _pair(
+    words, zero, scale, P: tl.constexpr, BF16: tl.constexpr, SCALED: tl.constexpr, BACKEND: tl.constexpr
+):
     """Values 2P and 2P+1 of each word as two 16-bit lanes: q - z in fp16 or bf16, exactly, or SCALED, (q - z) * s.
 
     OR-ing q into 1024.0 (fp16) or 128.0 (bf16) makes 1024 + q or 128 + q; subtracting 1024 + z or 128 + z is exact.
@@ -99,7 +101,9 @@ def _pair(words, zero, scale, P: tl.constexpr, BF16: tl.constexpr, SCALED: tl.co
             high *= factor
         if BF16 and not SCALED:
             # A small integer's fp32 has a zero lower half: cutting it off is exact.
-            return (low.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) | (high.to(tl.int32, bitcast=True) & -0x10000)
+            return (low.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) | (
+                high.to(tl.int32, bitcast=True) & -0x10000
+            )
         elif BF16:
             low16 = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             return low16 | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
@@ -147,17 +151,17 @@ def w4a16_skinny(
     stride_sn,
     stride_zn,
     stride_ym,
+    part,
     G: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     SCALED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BACKEND: tl.constexpr,
 ):
-    """One [block_m, block_n] tile. With SPLIT_K > 1, y is fp32 [SPLIT_K, M, N] and bias is left to the reduction."""
+    """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias."""
     pid = tl.program_id(0)
     split = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)
@@ -170,9 +174,8 @@ def w4a16_skinny(
     safe_m = tl.minimum(rows_m, M - 1).to(tl.int64)
     safe_n = tl.minimum(rows_n, N - 1).to(tl.int64)
 
-    steps = tl.cdiv(K // BK, SPLIT_K)
-    first = split * steps
-    last = tl.minimum(first + steps, K // BK)
+    first = split * part * (G // BK)
+    last = tl.minimum(first + part * (G // BK), K // BK)
     x_ptrs = x_ptr + safe_m[None, :] * stride_xm + tl.arange(0, BK)[:, None]
     w_ptrs = w_ptr + safe_n[:, None] * stride_wn + tl.arange(0, BK // 8)[None, :]
     s_ptrs = s_ptr + safe_n * stride_sn
@@ -219,7 +222,15 @@ def w4a16_skinny(
 
 @triton.jit
 def w4a16_reduce(
-    partial_ptr, bias_ptr, y_ptr, M, N, stride_ym, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_ym,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """y[m, n] = sum over splits of fp32 [SPLIT_K, M, N], in order, + bias."""
     m = tl.program_id(1).to(tl.int64)
@@ -289,7 +300,9 @@ def launch(
     arch = arch_of(x.device)
     gluon = _gluon_kernel() if arch.startswith(RDNA) else None
     if tile is None:
-        tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None, "skinny_rdna" if gluon else "skinny")
+        tile = tile_for(
+            arch, m, n, k, group_size, x.dtype, zeros is None, "skinny_rdna" if gluon else "skinny"
+        )
     if tile.block_k > group_size or group_size % tile.block_k:
         raise ValueError(
             f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
@@ -334,10 +347,10 @@ def _launch_tiles(
         scales.stride(0),
         0 if zeros is None else zeros.stride(0),
         n,
+        triton.cdiv(k // group_size, tile.split_k),
         G=group_size,
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None and tile.split_k == 1,
-        SPLIT_K=tile.split_k,
         # A scale of another type would be rounded twice on its way into the weight.
         SCALED=tile.scale_weights and scales.dtype == x.dtype,
         BM=tile.block_m,
@@ -395,13 +408,19 @@ def check_arguments(
             f"x: given K={k}, accepted a positive multiple of {K_MULTIPLE} and of group_size {group_size}"
         )
     if words.ndim != 2 or words.dtype != torch.int32 or words.shape[1] != k // PER_WORD:
-        raise ValueError(f"words: given {given(words)}, accepted int32 [N, {k // PER_WORD}] (K/8 words a row, K={k})")
+        raise ValueError(
+            f"words: given {given(words)}, accepted int32 [N, {k // PER_WORD}] (K/8 words a row, K={k})"
+        )
     n, groups = words.shape[0], k // group_size
     if scales.dtype not in (*DTYPES, torch.float32) or tuple(scales.shape) != (n, groups):
-        raise ValueError(f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{n}, {groups}]")
+        raise ValueError(
+            f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{n}, {groups}]"
+        )
     if zeros is not None:
         if n % PER_WORD:
-            raise ValueError(f"zeros: given N={n}, accepted a multiple of {PER_WORD} (eight rows share one word)")
+            raise ValueError(
+                f"zeros: given N={n}, accepted a multiple of {PER_WORD} (eight rows share one word)"
+            )
         if zeros.dtype != torch.int32 or tuple(zeros.shape) != (n // PER_WORD, groups):
             raise ValueError(
                 f"zeros: given {given(zeros)}, accepted int32 [{n // PER_WORD}, {groups}], packed along N "

@@ -178,10 +178,10 @@ def w4a16_skinny_rdna(
     stride_sn,
     stride_zn,
     stride_ym,
+    part,
     G: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    SPLIT_K: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
@@ -198,7 +198,7 @@ def w4a16_skinny_rdna(
     W_LDS_16: gl.constexpr,
     Y_REGS: gl.constexpr,
 ):
-    """One [block_m, block_n] tile over a run of whole groups. With SPLIT_K > 1, y is fp32 [SPLIT_K, M, N], no bias.
+    """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias.
 
     x is read as int32, two values of DTYPE each. With ROW_SUMS (bf16) the products take 128 + q as it stands, and
     (128 + z) * sum of the row's activations leaves the sum once per group.
@@ -215,7 +215,6 @@ def w4a16_skinny_rdna(
     first_m = (pid % tiles_m) * BM
     first_n = (pid // tiles_m) * BN
     groups = K // G
-    part = gl.cdiv(groups, SPLIT_K)
     first = split * part
     last = gl.minimum(first + part, groups)
 
@@ -349,10 +348,10 @@ def launch_tiles(
         scales.stride(0),
         0 if zeros is None else zeros.stride(0),
         n,
+        triton.cdiv(k // group_size, tile.split_k),
         G=group_size,
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None and tile.split_k == 1,
-        SPLIT_K=tile.split_k,
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,

@@ -131,8 +131,14 @@ def tables() -> dict[str, dict[str, tuple[Row, ...]]]:
     for name, content in _files().items():
         unknown = set(content) - {"about", "arches", *KERNELS}
         if unknown or not content.get("arches"):
-            raise ValueError(f"tiles/{name}: given keys {sorted(content)}, accepted about, arches, {', '.join(KERNELS)}")
-        result[name] = {kernel: _table(f"tiles/{name} {kernel}", content[kernel]) for kernel in KERNELS if kernel in content}
+            raise ValueError(
+                f"tiles/{name}: given keys {sorted(content)}, accepted about, arches, {', '.join(KERNELS)}"
+            )
+        result[name] = {
+            kernel: _table(f"tiles/{name} {kernel}", content[kernel])
+            for kernel in KERNELS
+            if kernel in content
+        }
     if sum("*" in c["arches"] for c in _files().values()) != 1:
         raise ValueError('tiles: exactly one file must serve "*"')
     return result
@@ -151,7 +157,9 @@ def _row(where: str, row: dict[str, Any]) -> Row:
     conditions = tuple(sorted((key, row.pop(key)) for key in list(row) if key in _CONDITIONS))
     accepted = {f.name for f in fields(Tile)} - {"split_k"}
     if set(row) - accepted or not {*_BLOCKS, "num_warps"} <= set(row):
-        raise ValueError(f"{where}: given {sorted(row)}, accepted {sorted(accepted)} and {sorted(_CONDITIONS)}")
+        raise ValueError(
+            f"{where}: given {sorted(row)}, accepted {sorted(accepted)} and {sorted(_CONDITIONS)}"
+        )
     for key, (low, high) in _BLOCKS.items():
         if row[key] & (row[key] - 1) or not low <= row[key] <= high:
             raise ValueError(f"{where}: {key} given {row[key]}, accepted a power of two from {low} to {high}")

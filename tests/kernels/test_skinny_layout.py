@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from nybble.kernels.linear.reference import dequantize
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import (
@@ -41,7 +42,9 @@ def test_each_value_sits_at_its_shift():
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize(("n", "k", "g"), [(8, 32, 32), (24, 576, 64), (40, 2560, 128), (64, 4096, 128), (0, 128, 64)])
+@pytest.mark.parametrize(
+    ("n", "k", "g"), [(8, 32, 32), (24, 576, 64), (40, 2560, 128), (64, 4096, 128), (0, 128, 64)]
+)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_unpack_is_the_exact_inverse(n: int, k: int, g: int, symmetric: bool, arch: str):
     weight = make_weight(n, k, g, symmetric=symmetric)
@@ -133,7 +136,9 @@ print((peak() - before) * 1024 / (n * k // 2))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc/self/status")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="peak memory is read from /proc/self/status"
+)
 def test_packing_a_large_layer_needs_little_beside_it():
     """24576 x 4096: all memory taken during `pack`, the result included, in multiples of the int4 bytes."""
     out = subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.testing import assert_close
@@ -23,7 +24,9 @@ def make_weight(n: int, k: int, g: int, symmetric: bool, dtype: torch.dtype, see
     return W4A16Weight(pack_rows(q), scales.to(dtype), zeros, None, g, n, k)
 
 
-def run(x: torch.Tensor, w: "triton_kn.KNWeight", bias: torch.Tensor | None = None, group_size: int | None = None):
+def run(
+    x: torch.Tensor, w: "triton_kn.KNWeight", bias: torch.Tensor | None = None, group_size: int | None = None
+):
     bias = None if bias is None else bias.to(DEVICE)
     return triton_kn.kn_gemm(x.to(DEVICE), w.words, w.scales, w.zeros, bias, group_size or w.group_size).cpu()
 

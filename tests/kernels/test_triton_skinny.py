@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import SkinnyWeight, pack
@@ -31,7 +32,9 @@ def make_x(m: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
     return x.to(dtype)
 
 
-def run(x: torch.Tensor, w: SkinnyWeight, bias: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
+def run(
+    x: torch.Tensor, w: SkinnyWeight, bias: torch.Tensor | None = None, tile: Tile | None = None
+) -> torch.Tensor:
     args = (x.to(DEVICE), w.words, w.scales, w.zeros, None if bias is None else bias.to(DEVICE), w.group_size)
     if tile is None:
         return triton_skinny.skinny_gemm(*args).cpu()
@@ -50,7 +53,9 @@ def test_every_format(g: int, dtype: torch.dtype, symmetric: bool):
 
 
 @pytest.mark.parametrize("m", [1, 2, 5, 6, 16, 17, 64])
-@pytest.mark.parametrize(("n", "k", "g"), [(8, 576, 64), (24, 576, 32), (40, 128, 128), (9, 64, 64), (1, 32, 32)])
+@pytest.mark.parametrize(
+    ("n", "k", "g"), [(8, 576, 64), (24, 576, 32), (40, 128, 128), (9, 64, 64), (1, 32, 32)]
+)
 def test_ragged_shapes(m: int, n: int, k: int, g: int):
     weight = make_weight(n, k, g, n % 8 != 0, FP16, seed=m)
     x = make_x(m, k, FP16, seed=n)
@@ -120,7 +125,14 @@ def test_a_step_wider_than_a_group_is_refused():
 def _arguments() -> dict[str, torch.Tensor | int | None]:
     packed = pack(make_weight(16, 128, 64, False, FP16), arch="sm_90", device=DEVICE)
     x = make_x(2, 128, FP16).to(DEVICE)
-    return {"x": x, "words": packed.words, "scales": packed.scales, "zeros": packed.zeros, "bias": None, "group_size": 64}
+    return {
+        "x": x,
+        "words": packed.words,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "bias": None,
+        "group_size": 64,
+    }
 
 
 BAD = {
@@ -143,7 +155,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments_are_named(case: str):
     change, message = BAD[case]
-    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v for k, v in change.items()}
+    moved = {
+        k: v.to(DEVICE) if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v
+        for k, v in change.items()
+    }
     with pytest.raises(ValueError, match=message):
         triton_skinny.skinny_gemm(**{**_arguments(), **moved})
 

@@ -19,11 +19,12 @@ from unittest import mock
 
 import torch
 import triton
-from nybble.kernels.linear import triton_skinny
 from rdna_code_object import CodeObject
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+
+from nybble.kernels.linear import triton_skinny
 
 TARGETS = {
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
@@ -125,7 +126,11 @@ def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedu
 
 def _bytes_of(t: torch.Tensor) -> Any:
     """The bytes a kernel may touch through t, from its first element to its last, shared with t's storage."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
+    last = (
+        sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        if t.numel()
+        else -1
+    )
     size = t.element_size()
     start = t.storage_offset() * size
     whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())

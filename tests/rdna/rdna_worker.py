@@ -14,13 +14,14 @@ import sys
 from typing import Any
 
 import torch
+from rdna_device import Launch, counts, pretend, resources
+
 from nybble.kernels.linear import triton_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
 from nybble.kernels.testing import TOLERANCE, errors
 from nybble.kernels.tiles import Tile
-from rdna_device import Launch, counts, pretend, resources
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -70,7 +71,9 @@ def main() -> None:
     for case in json.load(sys.stdin):
         y, reference, launches = RUNNERS[case.get("kernel", "skinny_rdna")](case)
         result: dict[str, Any] = {
-            "launches": [{"kernel": entry.kernel, **dataclasses.asdict(resources(entry))} for entry in launches]
+            "launches": [
+                {"kernel": entry.kernel, **dataclasses.asdict(resources(entry))} for entry in launches
+            ]
         }
         if case.get("run"):
             found, limit = errors(y, reference), TOLERANCE[DTYPES[case["dtype"]]]

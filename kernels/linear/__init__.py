@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from nybble.kernels.linear.backends import Selection, select
+from nybble.kernels.linear.backends import Broken, Selection, select
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.linear.dense import dense_bytes, dense_copy
 from nybble.kernels.linear.recorder import RECORDER
@@ -22,6 +22,7 @@ from nybble.kernels.target import Target, detect
 __all__ = [
     "PATHS",
     "RECORDER",
+    "Broken",
     "Decision",
     "LinearConfig",
     "LinearKernel",
@@ -48,6 +49,8 @@ class W4A16Linear:
     dense   also keep the exactly dequantised weight, for the "dense" path: four times the int4 weight's bytes, so only
             where the memory plan allows it. Derived data: part of no checkpoint
 
+    broken  paths that failed their self-check here (see kernels/selfcheck.py), never taken
+
     Raises ValueError when no kernel can implement the layer, with every kernel's reason.
     """
 
@@ -60,11 +63,12 @@ class W4A16Linear:
         target: Target | None = None,
         kernel: LinearKernel | None = None,
         dense: bool = False,
+        broken: Broken = frozenset(),
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
         self.target = detect(device) if target is None else target
         if kernel is None:
-            self.selection = select(self.config, self.target)
+            self.selection = select(self.config, self.target, broken)
         else:
             self.selection = Selection(kernel, "asked for", {})
         self.kernel = self.selection.kernel
@@ -72,10 +76,10 @@ class W4A16Linear:
         if bias is not None and tuple(bias.shape) != (weight.n,):
             raise ValueError(f"bias: given {list(bias.shape)}, accepted [{weight.n}]")
         self.bias = None if bias is None else bias.to(device, dtype)
-        self.available = self.kernel.paths
+        self.available = tuple(p for p in self.kernel.paths if (self.kernel.name, p) not in broken)
         self.dense: torch.Tensor | None = None
         self.dense_build_seconds = 0.0
-        if dense:
+        if dense and (self.kernel.name, "dense") not in broken:
             started = perf_counter()
             self.dense = dense_copy(weight, dtype, device, self.target)
             self.dense_build_seconds = perf_counter() - started

@@ -38,8 +38,8 @@ HEAD_GROUP_SIZE = 32
 def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engine:
     """Load config.model and return an engine that is ready to step.
 
-    Raises CheckpointError and ConfigError for what the user must change, RuntimeError for a path that computes
-    wrong numbers on this machine.
+    Raises CheckpointError and ConfigError for what the user must change, ValueError when no kernel that passed its
+    self-check can run a layer.
     """
     started = perf_counter()
     device = _device(config.device)
@@ -62,19 +62,16 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         )
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
+        selfcheck = check_paths(device, dtype, target)
         length = min(positions, model_config.max_positions)
-        model = load(model_config, checkpoint, attention, dtype, device, length, head, dense)
+        model = load(
+            model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
+        )
         _refuse_unread(checkpoint, model_config)
 
     needs = _needs(config, model_config, model.nbytes, dtype)
     mode = "enabled" if dense else "disabled"
     plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
-    selfcheck = check_paths(device, dtype, target)
-    wrong = sorted(path for path, passed in selfcheck.items() if not passed)
-    if wrong:
-        raise RuntimeError(
-            f"self-check: path {', '.join(wrong)} computes wrong numbers on {target.name} {target.arch}"
-        )
     attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
     runner = Runner(model, device)
     runner.warm_up()
@@ -103,7 +100,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
             dense_build_seconds=model.dense_build_seconds,
         ),
         kernels=_reports(model),
-        selfcheck=selfcheck,
+        selfcheck=selfcheck.passed,
     )
     return Engine(runner, info, config)
 

@@ -18,7 +18,7 @@ import torch
 
 from nybble.kernels.activation import silu_mul
 from nybble.kernels.attention import AttentionBackend, Span
-from nybble.kernels.linear import W4A16Linear
+from nybble.kernels.linear import Broken, W4A16Linear
 from nybble.kernels.norm import RmsNorm
 from nybble.kernels.packing import W4A16Weight, concat_rows
 from nybble.kernels.rope import RopeTable, rotate
@@ -218,6 +218,7 @@ def load(
     max_positions: int,
     quantize_head: HeadQuantizer | None = None,
     dense: bool = False,
+    broken: Broken = frozenset(),
 ) -> Decoder:
     """Read every weight of `config` from `source` onto `device`.
 
@@ -243,7 +244,7 @@ def load(
         weight: W4A16Weight | torch.Tensor, bias: torch.Tensor | None, copy: bool = dense
     ) -> W4A16Linear | DenseLinear:
         if isinstance(weight, W4A16Weight):
-            return W4A16Linear(weight, bias, dtype, device, dense=copy)
+            return W4A16Linear(weight, bias, dtype, device, dense=copy, broken=broken)
         return DenseLinear(weight, bias, dtype, device)
 
     modules = block_modules(c)

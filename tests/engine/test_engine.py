@@ -136,6 +136,21 @@ def test_dense_copies_that_leave_no_room_are_refused_or_done_without(monkeypatch
     assert engine.info.memory.pools["dense_copies"] == 0
 
 
+def test_a_kernel_that_fails_its_selfcheck_is_not_served(monkeypatch):
+    from nybble.kernels.linear.cpu import CpuInt4
+
+    def fails(self, *_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(CpuInt4, "prepare", fails)
+    engine = make(dtype="bfloat16")
+    assert engine.info.selfcheck["cpu"] is False
+    assert {k.kernel for k in engine.info.kernels} == {"cpu_exact"}
+    assert all("self-check" in k.declined["cpu_int4"] for k in engine.info.kernels)
+    prompt, greedy = reference()[0]["input_ids"], reference()[0]["greedy_ids"]
+    assert run(engine, request("a", prompt, 3))["a"] == greedy[:3]
+
+
 def test_preemption_does_not_change_an_answer_greedy_or_seeded():
     prompts = [p["input_ids"] for p in reference()]
     wishes = [
@@ -303,7 +318,7 @@ def test_settings_that_cannot_be_honoured_are_refused(config, message):
 def test_the_engine_says_what_it_is(engine):
     info = engine.info
     assert (info.architecture, info.dtype, info.device) == ("LlamaForCausalLM", "float32", "cpu")
-    assert info.selfcheck == {"cpu": True}
+    assert info.selfcheck == {"cpu": True, "dense": True}
     assert info.memory.pools["kv_cache"] == 16 << 20
     assert {k.layer: k.count for k in info.kernels} == {"qkv": 2, "o": 2, "gate_up": 2, "down": 2}
     assert all(k.routes == {"1..": "cpu: the CPU's own kernel, at any M"} for k in info.kernels)

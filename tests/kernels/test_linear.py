@@ -163,7 +163,7 @@ def test_calls_are_counted_and_sampled_calls_timed():
 
 
 def test_selfcheck_passes_here_and_catches_a_wrong_kernel(monkeypatch):
-    assert check_paths(CPU, torch.bfloat16, cpu_target()) == {"cpu": True}
+    assert check_paths(CPU, torch.bfloat16, cpu_target()).passed == {"cpu": True, "dense": True}
     right = CpuInt4.prepare
 
     def wrong_groups(self, weight, config, device):
@@ -172,4 +172,20 @@ def test_selfcheck_passes_here_and_catches_a_wrong_kernel(monkeypatch):
         return state
 
     monkeypatch.setattr(CpuInt4, "prepare", wrong_groups)
-    assert check_paths(CPU, torch.bfloat16, cpu_target()) == {"cpu": False}
+    check = check_paths(CPU, torch.bfloat16, cpu_target())
+    assert check.passed == {"cpu": False, "dense": True}
+    assert "relative error" in check.broken["cpu_int4", "cpu"]
+    # It is left out of the choice, and the next kernel of the table serves.
+    layer = W4A16Linear(make_weight(32, 64, 32, True), None, torch.bfloat16, CPU, broken=check.left_out)
+    assert layer.kernel.name == "cpu_exact"
+    assert layer.selection.declined == {"cpu_int4": "failed its self-check on this machine"}
+
+
+def test_a_path_that_raises_in_its_selfcheck_is_left_out(monkeypatch):
+    def fails(self, weight, config, device):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(CpuInt4, "prepare", fails)
+    check = check_paths(CPU, torch.bfloat16, cpu_target())
+    assert check.broken["cpu_int4", "cpu"] == "RuntimeError: no such instruction"
+    assert ("cpu_exact", "cpu") not in check.broken

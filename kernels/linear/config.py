@@ -60,3 +60,7 @@ class LinearKernel(ABC):
     @abstractmethod
     def nbytes(self, state: Any) -> int:
         """Resident bytes of a prepared state."""
+
+    def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        """The tile that `path` uses for M rows, in words, or None where there is none to choose."""
+        return None

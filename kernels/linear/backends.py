@@ -1,0 +1,41 @@
+"""The kernel table: per platform, in order of preference. The first row that can implement a layer gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nybble.kernels.linear.config import LinearConfig, LinearKernel
+from nybble.kernels.linear.cpu import CpuExact, CpuInt4
+from nybble.kernels.linear.general import General
+from nybble.kernels.target import Target
+
+BACKENDS: dict[str, tuple[LinearKernel, ...]] = {
+    "cpu": (CpuInt4(), CpuExact()),
+    "rocm": (General(),),
+    "cuda": (General(),),
+    "xpu": (General(),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The kernel chosen, why, and why each earlier row declined (name -> reason)."""
+
+    kernel: LinearKernel
+    reason: str
+    declined: dict[str, str]
+
+
+def select(config: LinearConfig, target: Target) -> Selection:
+    """The first kernel of the target's row that fits. Raises ValueError with every kernel's reason if none does."""
+    declined: dict[str, str] = {}
+    for kernel in BACKENDS.get(target.kind, ()):
+        fits, reason = kernel.can_implement(config, target)
+        if fits:
+            return Selection(kernel, reason, declined)
+        declined[kernel.name] = reason
+    lines = (
+        "\n".join(f"  {name}: {reason}" for name, reason in declined.items())
+        or "  (no kernels for this device)"
+    )
+    raise ValueError(f"no linear kernel for {config} on {target.kind} {target.arch}:\n{lines}")

@@ -17,7 +17,7 @@ ENV_PREFIX = "NYBBLE_"
 # Settings that are EngineConfig's fields under the same name.
 ENGINE_FIELDS = (
     *("dtype", "device", "max_model_len", "max_running", "block_size", "kv_cache_bytes", "memory_fraction"),
-    *("prefill_tokens", "prefill_tokens_busy", "lm_head", "threads", "gemm_sample_every"),
+    *("prefill_tokens", "prefill_tokens_busy", "lm_head", "dense_copies", "threads", "gemm_sample_every"),
 )
 
 
@@ -66,6 +66,11 @@ class Settings(BaseSettings):
     prefill_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step.")
     prefill_tokens_busy: int = Field(64, ge=1, description="The same while other requests are decoding.")
     lm_head: str = Field("auto", min_length=1, description="Format of the output head; auto decides.")
+    dense_copies: Literal["disabled", "enabled", "auto"] = Field(
+        "disabled",
+        description="16-bit copies of the int4 layers for faster prefill: enabled refuses to start where they leave no "
+        "room for one request of max_model_len, auto goes on without them.",
+    )
     threads: int = Field(
         0, ge=0, description="CPU threads of the engine; 0: as many as are fastest, measured at start."
     )

@@ -10,8 +10,9 @@ from time import perf_counter
 
 import torch
 
-from nybble.kernels.linear.backends import Selection, select
+from nybble.kernels.linear.backends import Broken, Selection, select
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
+from nybble.kernels.linear.dense import dense_bytes, dense_copy
 from nybble.kernels.linear.recorder import RECORDER
 from nybble.kernels.linear.reference import dequantize, linear_reference
 from nybble.kernels.linear.route import PATHS, Decision, decide, route, route_table
@@ -21,12 +22,15 @@ from nybble.kernels.target import Target, detect
 __all__ = [
     "PATHS",
     "RECORDER",
+    "Broken",
     "Decision",
     "LinearConfig",
     "LinearKernel",
     "Selection",
     "W4A16Linear",
     "decide",
+    "dense_bytes",
+    "dense_copy",
     "dequantize",
     "linear_reference",
     "route",
@@ -42,6 +46,10 @@ class W4A16Linear:
     bias    [N] or None; kept in the activation type
     dtype   activation type
     kernel  None: the first of the target's table that fits
+    dense   also keep the exactly dequantised weight, for the "dense" path: four times the int4 weight's bytes, so only
+            where the memory plan allows it. Derived data: part of no checkpoint
+
+    broken  paths that failed their self-check here (see kernels/selfcheck.py), never taken
 
     Raises ValueError when no kernel can implement the layer, with every kernel's reason.
     """
@@ -54,11 +62,13 @@ class W4A16Linear:
         device: torch.device,
         target: Target | None = None,
         kernel: LinearKernel | None = None,
+        dense: bool = False,
+        broken: Broken = frozenset(),
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
         self.target = detect(device) if target is None else target
         if kernel is None:
-            self.selection = select(self.config, self.target)
+            self.selection = select(self.config, self.target, broken)
         else:
             self.selection = Selection(kernel, "asked for", {})
         self.kernel = self.selection.kernel
@@ -66,11 +76,19 @@ class W4A16Linear:
         if bias is not None and tuple(bias.shape) != (weight.n,):
             raise ValueError(f"bias: given {list(bias.shape)}, accepted [{weight.n}]")
         self.bias = None if bias is None else bias.to(device, dtype)
-        self.available = self.kernel.paths
+        self.available = tuple(p for p in self.kernel.paths if (self.kernel.name, p) not in broken)
+        self.dense: torch.Tensor | None = None
+        self.dense_build_seconds = 0.0
+        if dense and (self.kernel.name, "dense") not in broken:
+            started = perf_counter()
+            self.dense = dense_copy(weight, dtype, device, self.target)
+            self.dense_build_seconds = perf_counter() - started
+            self.available = (*self.available, "dense")
         self._path_of_m: dict[int, str] = {}
 
     @property
     def nbytes(self) -> int:
+        """Resident bytes, those of a dense copy left out: the memory plan counts them apart."""
         return self.kernel.nbytes(self.state) + (0 if self.bias is None else self.bias.nbytes)
 
     def path_for(self, m: int) -> str:
@@ -81,6 +99,8 @@ class W4A16Linear:
 
     def run(self, x: torch.Tensor, path: str) -> torch.Tensor:
         """x [M, K], M >= 1, through one named path, neither routed nor counted."""
+        if path == "dense" and self.dense is not None:
+            return torch.nn.functional.linear(x, self.dense, self.bias)
         return self.kernel.apply(self.state, x, self.bias, path)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
+from nybble.kernels.linear.hybrid import Hybrid, TritonKN
 from nybble.kernels.target import Target
 
 BACKENDS: dict[str, tuple[LinearKernel, ...]] = {
     "cpu": (CpuInt4(), CpuExact()),
-    "rocm": (General(),),
-    "cuda": (General(),),
+    "rocm": (Hybrid(), TritonKN(), General()),
+    "cuda": (Hybrid(), TritonKN(), General()),
     "xpu": (General(),),
 }
 
@@ -26,11 +27,20 @@ class Selection:
     declined: dict[str, str]
 
 
-def select(config: LinearConfig, target: Target) -> Selection:
-    """The first kernel of the target's row that fits. Raises ValueError with every kernel's reason if none does."""
+# Paths that failed their self-check on this machine: (kernel name, path).
+Broken = frozenset[tuple[str, str]]
+
+
+def select(config: LinearConfig, target: Target, broken: Broken = frozenset()) -> Selection:
+    """The first kernel of the target's row that fits and has a path that works.
+
+    Raises ValueError with every kernel's reason if none does.
+    """
     declined: dict[str, str] = {}
     for kernel in BACKENDS.get(target.kind, ()):
         fits, reason = kernel.can_implement(config, target)
+        if fits and all((kernel.name, path) in broken for path in kernel.paths):
+            fits, reason = False, "failed its self-check on this machine"
         if fits:
             return Selection(kernel, reason, declined)
         declined[kernel.name] = reason

@@ -86,7 +86,7 @@ class Checkpoint:
         quantiser left alone. Raises CheckpointError naming module and tensor when it is absent or of another shape.
         """
         self._modules.add(module)
-        if self.has_tensor(f"{module}.{self._format.packed}"):
+        if self.quantized(module):
             return self._format.read(self, module, n, k)
         if self.has_tensor(f"{module}.weight"):
             return self.checked(f"{module}.weight", (n, k), FLOATS)
@@ -94,6 +94,10 @@ class Checkpoint:
             f"{self.folder}: module {module} has neither {module}.{self._format.packed} nor {module}.weight; "
             "the weights do not belong to this config.json"
         )
+
+    def quantized(self, module: str) -> bool:
+        """Whether `linear` gives an int4 weight for this module."""
+        return self.has_tensor(f"{module}.{self._format.packed}")
 
     def bias(self, module: str) -> torch.Tensor | None:
         """The bias [N] of a module, or None."""

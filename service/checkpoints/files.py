@@ -77,6 +77,10 @@ class TensorFiles:
         """Shape of a tensor, without reading it."""
         return tuple(self._handle_of(name).get_slice(name).get_shape())
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor, without reading it."""
+        return self._bytes[name]
+
     def tensor(self, name: str) -> torch.Tensor:
         """A private copy of one tensor: nothing of the mapped file stays referenced."""
         handle = self._handle_of(name)

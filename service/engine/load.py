@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -11,7 +12,7 @@ from time import perf_counter
 import torch
 
 from nybble.kernels.attention import CacheShape, backend_for
-from nybble.kernels.linear import W4A16Linear, route_table
+from nybble.kernels.linear import W4A16Linear, dense_bytes, route_table
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
@@ -21,7 +22,7 @@ from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
-from nybble.service.models.decoder import HeadQuantizer
+from nybble.service.models.decoder import HeadQuantizer, block_modules
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ HEAD_GROUP_SIZE = 32
 def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engine:
     """Load config.model and return an engine that is ready to step.
 
-    Raises CheckpointError and ConfigError for what the user must change, RuntimeError for a path that computes
-    wrong numbers on this machine.
+    Raises CheckpointError and ConfigError for what the user must change, ValueError when no kernel that passed its
+    self-check can run a layer.
     """
     started = perf_counter()
     device = _device(config.device)
@@ -53,31 +54,25 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         attention = backend_for(target)
         positions = config.max_model_len or model_config.max_positions
         head = _head_quantizer(config.lm_head, model_config, dtype, target)
+        # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
+        # layers get dense copies has to be known while they are made.
+        expected = replace(
+            _needs(config, model_config, checkpoint.total_bytes, dtype),
+            dense_bytes=_dense_bytes(checkpoint, model_config, dtype, target),
+        )
+        first_plan = make_plan(readings, expected)
+        dense = first_plan.dense_state == "enabled"
+        selfcheck = check_paths(device, dtype, target)
+        length = min(positions, model_config.max_positions)
         model = load(
-            model_config,
-            checkpoint,
-            attention,
-            dtype,
-            device,
-            min(positions, model_config.max_positions),
-            head,
+            model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
         )
         _refuse_unread(checkpoint, model_config)
 
-    shape = CacheShape(
-        model_config.layers, 0, config.block_size, model_config.kv_heads, model_config.head_dim, dtype
-    )
-    plan = make_plan(readings, _needs(config, model_config, model, shape))
-    selfcheck = check_paths(device, dtype, target)
-    wrong = sorted(path for path, passed in selfcheck.items() if not passed)
-    if wrong:
-        raise RuntimeError(
-            f"self-check: path {', '.join(wrong)} computes wrong numbers on {target.name} {target.arch}"
-        )
-    attention.allocate(
-        CacheShape(shape.layers, plan.kv_blocks, shape.block_size, shape.kv_heads, shape.head_dim, dtype),
-        device,
-    )
+    needs = _needs(config, model_config, model.nbytes, dtype)
+    mode = "enabled" if dense else "disabled"
+    plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
+    attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
     runner = Runner(model, device)
     runner.warm_up()
     if device.type == "cpu" and not config.threads:
@@ -95,9 +90,17 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         block_size=config.block_size,
         max_running=config.max_running,
         load_seconds=perf_counter() - started,
-        memory=MemoryReport(plan.budget_bytes, plan.pools),
+        memory=MemoryReport(
+            plan.budget_bytes,
+            plan.pools,
+            dense_required_bytes=expected.dense_bytes,
+            dense_budget_bytes=first_plan.dense_budget_bytes,
+            dense_state=first_plan.dense_state,
+            dense_layers=model.dense_layers,
+            dense_build_seconds=model.dense_build_seconds,
+        ),
         kernels=_reports(model),
-        selfcheck=selfcheck,
+        selfcheck=selfcheck.passed,
     )
     return Engine(runner, info, config)
 
@@ -168,23 +171,35 @@ def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
         )
 
 
-def _needs(config: EngineConfig, m: DecoderConfig, model: Decoder, shape: CacheShape) -> MemoryNeeds:
-    item = shape.dtype.itemsize
-    one_block = CacheShape(shape.layers, 1, shape.block_size, shape.kv_heads, shape.head_dim, shape.dtype)
+def _cache_shape(config: EngineConfig, m: DecoderConfig, dtype: torch.dtype, blocks: int) -> CacheShape:
+    return CacheShape(m.layers, blocks, config.block_size, m.kv_heads, m.head_dim, dtype)
+
+
+def _dense_bytes(checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target) -> int:
+    """What copies of all int4 layers of the blocks would take."""
+    return sum(
+        dense_bytes(n, k, dtype, target)
+        for module, (n, k) in block_modules(m).items()
+        if checkpoint.quantized(module)
+    )
+
+
+def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: torch.dtype) -> MemoryNeeds:
     widest = max(2 * m.intermediate_size, (m.heads + 2 * m.kv_heads) * m.head_dim)
-    rows = config.prefill_tokens * (2 * widest + 4 * m.hidden_size) * item
+    rows = config.prefill_tokens * (2 * widest + 4 * m.hidden_size) * dtype.itemsize
     logits = config.max_running * m.vocab_size * 4 * 4
-    mask = config.prefill_tokens * m.max_positions * item
+    mask = config.prefill_tokens * m.max_positions * dtype.itemsize
     return MemoryNeeds(
-        weights_bytes=model.nbytes,
+        weights_bytes=weights_bytes,
         workspace_bytes=rows + logits + mask,
-        block_bytes=one_block.block_bytes,
+        block_bytes=_cache_shape(config, m, dtype, 1).block_bytes,
         block_size=config.block_size,
         model_positions=m.max_positions,
         max_model_len=config.max_model_len,
         max_running=config.max_running,
         kv_cache_bytes=config.kv_cache_bytes,
         memory_fraction=config.memory_fraction,
+        dense_mode=config.dense_copies,
     )
 
 

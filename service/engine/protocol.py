@@ -151,6 +151,8 @@ class MemoryReport:
     dense_required_bytes: int = 0
     dense_budget_bytes: int = 0
     dense_state: str = "disabled"
+    dense_layers: int = 0
+    dense_build_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ class EngineConfig:
     model is a resolved folder. max_model_len 0: the model's own, capped by what the memory plan can hold.
     kv_cache_bytes 0: what the memory plan gives. prefill_tokens: rows of one prefill chunk; while requests are
     decoding, a chunk is at most prefill_tokens_busy, so that their next token is not held up for long.
+    dense_copies: see service/memory.py's DENSE_MODES.
     """
 
     model: str
@@ -235,5 +238,6 @@ class EngineConfig:
     prefill_tokens: int = 512
     prefill_tokens_busy: int = 64
     lm_head: str = "auto"
+    dense_copies: str = "disabled"
     threads: int = 0
     gemm_sample_every: int = 32

@@ -18,7 +18,7 @@ import torch
 
 from nybble.kernels.activation import silu_mul
 from nybble.kernels.attention import AttentionBackend, Span
-from nybble.kernels.linear import W4A16Linear
+from nybble.kernels.linear import Broken, W4A16Linear
 from nybble.kernels.norm import RmsNorm
 from nybble.kernels.packing import W4A16Weight, concat_rows
 from nybble.kernels.rope import RopeTable, rotate
@@ -89,6 +89,21 @@ class SideBySide:
 Linear = W4A16Linear | DenseLinear | SideBySide
 
 
+def block_modules(c: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Every linear module of the blocks as checkpoints name it -> (N, K)."""
+    q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes = {
+        "self_attn.q_proj": (q_dim, c.hidden_size),
+        "self_attn.k_proj": (kv_dim, c.hidden_size),
+        "self_attn.v_proj": (kv_dim, c.hidden_size),
+        "self_attn.o_proj": (c.hidden_size, q_dim),
+        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+    }
+    return {f"model.layers.{i}.{name}": shape for i in range(c.layers) for name, shape in shapes.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     input_norm: RmsNorm
@@ -147,6 +162,29 @@ class Decoder:
             total += sum(p.nbytes for p in parts) + (b.qk_norm[0].nbytes if b.qk_norm else 0)
         return total
 
+    @property
+    def _copies(self) -> list[W4A16Linear]:
+        found = []
+        for layers in self.linears.values():
+            for layer in layers:
+                parts = layer.parts if isinstance(layer, SideBySide) else (layer,)
+                found += [p for p in parts if isinstance(p, W4A16Linear) and p.dense is not None]
+        return found
+
+    @property
+    def dense_layers(self) -> int:
+        """Int4 layers that have a dense copy."""
+        return len(self._copies)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of all dense copies."""
+        return sum(p.dense.untyped_storage().nbytes() for p in self._copies if p.dense is not None)
+
+    @property
+    def dense_build_seconds(self) -> float:
+        return sum(p.dense_build_seconds for p in self._copies)
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] in the activation type."""
         c, attention = self.config, self.attention
@@ -179,76 +217,86 @@ def load(
     device: torch.device,
     max_positions: int,
     quantize_head: HeadQuantizer | None = None,
+    dense: bool = False,
+    broken: Broken = frozenset(),
 ) -> Decoder:
     """Read every weight of `config` from `source` onto `device`.
 
-    quantize_head turns a 16-bit output head into int4; a tied embedding itself stays 16-bit. Raises what the source
+    quantize_head turns a 16-bit output head into int4; a tied embedding itself stays 16-bit. dense keeps a dequantised
+    copy of every int4 layer of the blocks (not of the head, which few rows reach). Raises what the source
     raises (CheckpointError) and ValueError when no kernel fits a layer.
     """
     c = config
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(source.tensor(name).to(device, dtype), c.rms_norm_eps)
+    def plain(name: str, *shape: int) -> torch.Tensor:
+        tensor = source.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name}: given {list(tensor.shape)}, accepted {list(shape)} by config.json: "
+                "the two do not belong together"
+            )
+        return tensor
 
-    def single(weight: W4A16Weight | torch.Tensor, bias: torch.Tensor | None) -> W4A16Linear | DenseLinear:
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(plain(name, c.hidden_size).to(device, dtype), c.rms_norm_eps)
+
+    def single(
+        weight: W4A16Weight | torch.Tensor, bias: torch.Tensor | None, copy: bool = dense
+    ) -> W4A16Linear | DenseLinear:
         if isinstance(weight, W4A16Weight):
-            return W4A16Linear(weight, bias, dtype, device)
+            return W4A16Linear(weight, bias, dtype, device, dense=copy, broken=broken)
         return DenseLinear(weight, bias, dtype, device)
 
-    def fused(prefix: str, parts: Sequence[tuple[str, int]], k: int, has_bias: bool) -> Linear:
-        modules = [(f"{prefix}.{name}", n) for name, n in parts]
-        weights = [source.linear(module, n, k) for module, n in modules]
-        biases = [source.bias(module) if has_bias else None for module, _ in modules]
-        missing = [module for (module, _), b in zip(modules, biases, strict=True) if has_bias and b is None]
-        if missing:
-            raise CheckpointError(
-                f"{missing[0]}.bias: missing, but {c.architecture} with this config.json needs it"
-            )
+    modules = block_modules(c)
+
+    def fused(prefix: str, names: Sequence[str], has_bias: bool) -> Linear:
+        parts = [f"{prefix}.{name}" for name in names]
+        weights = [source.linear(module, *modules[module]) for module in parts]
+        biases = [checked_bias(module) if has_bias else None for module in parts]
         if len(weights) == 1:
             return single(weights[0], biases[0])
         quantised = [w for w in weights if isinstance(w, W4A16Weight)]
-        dense = [w for w in weights if isinstance(w, torch.Tensor)]
+        plain_weights = [w for w in weights if isinstance(w, torch.Tensor)]
         bias = torch.cat([b for b in biases if b is not None]) if has_bias else None
         if len(quantised) == len(weights):
             whole = concat_rows(quantised)
             if whole is not None:
-                return W4A16Linear(whole, bias, dtype, device)
-        elif len(dense) == len(weights):
-            return DenseLinear(torch.cat(dense), bias, dtype, device)
+                return single(whole, bias)
+        elif len(plain_weights) == len(weights):
+            return single(torch.cat(plain_weights), bias)
         return SideBySide([single(w, b) for w, b in zip(weights, biases, strict=True)])
+
+    def checked_bias(module: str) -> torch.Tensor:
+        bias, n = source.bias(module), modules[module][0]
+        if bias is None:
+            raise CheckpointError(
+                f"{module}.bias: missing, but {c.architecture} with this config.json needs it"
+            )
+        if bias.shape != (n,):
+            raise CheckpointError(f"tensor {module}.bias: given {list(bias.shape)}, accepted [{n}]")
+        return bias
 
     def block(index: int) -> Block:
         p = f"model.layers.{index}"
-        q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
         qk_norm = None
         if c.qk_norm:
             weights = [
-                source.tensor(f"{p}.self_attn.{name}_norm.weight").expand(heads, c.head_dim)
+                plain(f"{p}.self_attn.{name}_norm.weight", c.head_dim).expand(heads, -1)
                 for name, heads in (("q", c.heads), ("k", c.kv_heads))
             ]
             qk_norm = (torch.cat(weights).unsqueeze(0).to(device, dtype), c.rms_norm_eps)
         return Block(
             input_norm=norm(f"{p}.input_layernorm.weight"),
-            qkv=fused(
-                f"{p}.self_attn",
-                (("q_proj", q_dim), ("k_proj", kv_dim), ("v_proj", kv_dim)),
-                c.hidden_size,
-                c.qkv_bias,
-            ),
+            qkv=fused(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), c.qkv_bias),
             qk_norm=qk_norm,
-            o=fused(f"{p}.self_attn", (("o_proj", c.hidden_size),), q_dim, c.o_bias),
+            o=fused(f"{p}.self_attn", ("o_proj",), c.o_bias),
             post_norm=norm(f"{p}.post_attention_layernorm.weight"),
-            gate_up=fused(
-                f"{p}.mlp",
-                (("gate_proj", c.intermediate_size), ("up_proj", c.intermediate_size)),
-                c.hidden_size,
-                c.mlp_bias,
-            ),
-            down=fused(f"{p}.mlp", (("down_proj", c.hidden_size),), c.intermediate_size, c.mlp_bias),
+            gate_up=fused(f"{p}.mlp", ("gate_proj", "up_proj"), c.mlp_bias),
+            down=fused(f"{p}.mlp", ("down_proj",), c.mlp_bias),
             window=c.windows[index],
         )
 
-    embedding = source.tensor("model.embed_tokens.weight").to(device, dtype)
+    embedding = plain("model.embed_tokens.weight", c.vocab_size, c.hidden_size).to(device, dtype)
     blocks = [block(i) for i in range(c.layers)]
     final_norm = norm("model.norm.weight")
     if c.tie_word_embeddings:
@@ -257,6 +305,6 @@ def load(
         weight = source.linear("lm_head", c.vocab_size, c.hidden_size)
     if quantize_head is not None and isinstance(weight, torch.Tensor):
         weight = quantize_head(weight)
-    head = single(weight, None)
+    head = single(weight, None, copy=False)
     rope = RopeTable(c.rope, max_positions, dtype, device)
     return Decoder(c, embedding, blocks, final_norm, head, rope, attention)

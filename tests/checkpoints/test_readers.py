@@ -4,37 +4,19 @@ Each folder's reference.json holds logits and greedy tokens of the exactly dequa
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from model_folders import DATA, folders, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nybble.kernels.linear.reference import dequantize
 from nybble.kernels.packing import W4A16Weight
 from nybble.service.checkpoints import open_checkpoint
 
-DATA = Path(__file__).parents[1] / "data"
-ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+FOLDERS = folders()
 LOGIT_TOLERANCE = 2e-3
-
-
-def _folders() -> list[Path]:
-    roots = [DATA]
-    if os.environ.get("NYBBLE_CHECKPOINTS"):
-        roots.append(Path(os.environ["NYBBLE_CHECKPOINTS"]))
-    found = {
-        path.parent.name: path.parent for root in roots for path in sorted(root.glob("*/reference.json"))
-    }
-    return [path for path in found.values() if _architecture(path) in ARCHITECTURES]
-
-
-def _architecture(folder: Path) -> str:
-    return json.loads((folder / "config.json").read_text())["architectures"][0]
-
-
-FOLDERS = _folders()
 
 
 def _model(folder: Path) -> torch.nn.Module:
@@ -65,7 +47,7 @@ def _model(folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
 def test_dequantised_model_gives_the_reference(folder: Path) -> None:
     model = _model(folder)
-    for prompt in json.loads((folder / "reference.json").read_text())["prompts"]:
+    for prompt in prompts(folder):
         ids = torch.tensor([prompt["input_ids"]])
         with torch.inference_mode():
             logits = model(ids).logits[0, -1]

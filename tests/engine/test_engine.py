@@ -1,17 +1,18 @@
 """The engine in-process, on a real quantised checkpoint in float32."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
+import torch
+from model_folders import DATA, folders, prompts
 
+from nybble.kernels.attention import Span
 from nybble.kernels.linear import RECORDER
 from nybble.service.engine.load import build_engine
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 from nybble.service.errors import ConfigError
+from nybble.service.models import Batch
 
-DATA = Path(__file__).parents[1] / "data"
 MODEL = DATA / "llama-ct-g32"
 
 
@@ -60,11 +61,7 @@ def run(engine, *requests, stagger=0):
 
 
 def reference(model=MODEL):
-    return json.loads((model / "reference.json").read_text())["prompts"]
-
-
-def folders():
-    return sorted(p for p in DATA.iterdir() if (p / "reference.json").is_file())
+    return prompts(model)
 
 
 @pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
@@ -73,6 +70,30 @@ def test_greedy_text_is_the_references(model):
     prompts = reference(model)
     got = run(engine, *(request(str(i), p["input_ids"], 40) for i, p in enumerate(prompts)))
     assert [got[str(i)] for i in range(len(prompts))] == [p["greedy_ids"] for p in prompts]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
+def test_logits_are_the_references(model, dtype):
+    """float32 to rounding. bfloat16, with the reference's tokens fed back: logits within 0.12, and the same choice at
+    every step that is not closer than that."""
+    # All-bf16 compute moves these files' logits by up to 0.053; two logits may move towards each other.
+    tolerance = {"float32": 1e-4, "bfloat16": 0.12}[dtype]
+    engine = make(model, dtype=dtype)
+    decoder = engine._runner.model
+    steps = 0
+    for p in prompts(model):
+        ids = p["input_ids"] + p["greedy_ids"]
+        blocks = list(range(-(-len(ids) // 16)))
+        batch = Batch(torch.tensor(ids), torch.arange(len(ids)), [Span(len(ids), len(ids), blocks)])
+        with torch.inference_mode():
+            logits = decoder.forward(batch).float()[len(p["input_ids"]) - 1 : -1]
+        top = logits[0, p["top20_ids"]]
+        assert (top - torch.tensor(p["top20_logits"])).abs().max() < tolerance
+        clear = [i for i, gap in enumerate(p["greedy_top1_top2_gap"]) if gap > tolerance]
+        assert [int(logits[i].argmax()) for i in clear] == [p["greedy_ids"][i] for i in clear]
+        steps += len(clear)
+    assert steps > 40, "too few clear steps to tell anything"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +111,44 @@ def test_batching_and_chunking_do_not_change_a_greedy_answer(config, stagger):
     prompts = reference() * 2
     got = run(engine, *(request(str(i), p["input_ids"], 40) for i, p in enumerate(prompts)), stagger=stagger)
     assert [got[str(i)] for i in range(len(prompts))] == [p["greedy_ids"] for p in prompts]
+
+
+def test_dense_copies_change_no_answer_and_are_accounted_for():
+    engine = make(dense_copies="enabled")
+    prompt, greedy = reference()[2]["input_ids"], reference()[2]["greedy_ids"]
+    assert run(engine, request("a", prompt, 40))["a"] == greedy
+    assert engine.stats().gemm_calls["dense", "prefill"] > 0
+    memory = engine.info.memory
+    layer = 512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512
+    assert memory.dense_required_bytes == memory.pools["dense_copies"] == 2 * layer * 4
+    assert (memory.dense_state, memory.dense_layers) == ("enabled", 8) and memory.dense_build_seconds > 0
+
+
+def test_dense_copies_that_leave_no_room_are_refused_or_done_without(monkeypatch):
+    import nybble.service.engine.load as loading
+
+    # Room for the weights, the workspace and the KV cache, and half a copy.
+    monkeypatch.setattr(loading, "read_host_available", lambda: (1 << 29) + 24_600_000)
+    with pytest.raises(ConfigError, match="dense copies refused: they need 0.00 GiB"):
+        make(dense_copies="enabled", memory_fraction=1.0, dtype="bfloat16")
+    engine = make(dense_copies="auto", memory_fraction=1.0, dtype="bfloat16")
+    assert engine.info.memory.dense_state == "refused"
+    assert engine.info.memory.pools["dense_copies"] == 0
+
+
+def test_a_kernel_that_fails_its_selfcheck_is_not_served(monkeypatch):
+    from nybble.kernels.linear.cpu import CpuInt4
+
+    def fails(self, *_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(CpuInt4, "prepare", fails)
+    engine = make(dtype="bfloat16")
+    assert engine.info.selfcheck["cpu"] is False
+    assert {k.kernel for k in engine.info.kernels} == {"cpu_exact"}
+    assert all("self-check" in k.declined["cpu_int4"] for k in engine.info.kernels)
+    prompt, greedy = reference()[0]["input_ids"], reference()[0]["greedy_ids"]
+    assert run(engine, request("a", prompt, 3))["a"] == greedy[:3]
 
 
 def test_preemption_does_not_change_an_answer_greedy_or_seeded():
@@ -259,7 +318,7 @@ def test_settings_that_cannot_be_honoured_are_refused(config, message):
 def test_the_engine_says_what_it_is(engine):
     info = engine.info
     assert (info.architecture, info.dtype, info.device) == ("LlamaForCausalLM", "float32", "cpu")
-    assert info.selfcheck == {"cpu": True}
+    assert info.selfcheck == {"cpu": True, "dense": True}
     assert info.memory.pools["kv_cache"] == 16 << 20
     assert {k.layer: k.count for k in info.kernels} == {"qkv": 2, "o": 2, "gate_up": 2, "down": 2}
     assert all(k.routes == {"1..": "cpu: the CPU's own kernel, at any M"} for k in info.kernels)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from weights import make_weight
 
 from nybble.kernels.linear import (
     RECORDER,
@@ -14,23 +15,12 @@ from nybble.kernels.linear import (
 )
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
-from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, cpu_target
 
 CPU = torch.device("cpu")
 # Relative error by activation type: bf16 rounds the output (2^-9) and, asymmetric, the zero term.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-
-def make_weight(n, k, g, symmetric, act_order=False, seed=0):
-    """Scales differ 1000-fold between groups and every column is distinct, so that no swap can hide."""
-    gen = torch.Generator().manual_seed(seed)
-    q = pack_rows(torch.randint(0, 16, (n, k), generator=gen))
-    scales = (10.0 ** -(torch.rand(n, k // g, generator=gen) * 3 + 1)).to(torch.float16)
-    zeros = None if symmetric else torch.randint(0, 16, (n, k // g), generator=gen).to(torch.uint8)
-    g_idx = (torch.randperm(k, generator=gen) // g).to(torch.int32) if act_order else None
-    return W4A16Weight(q, scales, zeros, g_idx, g, n, k)
 
 
 def relative_error(y, expected):
@@ -173,7 +163,7 @@ def test_calls_are_counted_and_sampled_calls_timed():
 
 
 def test_selfcheck_passes_here_and_catches_a_wrong_kernel(monkeypatch):
-    assert check_paths(CPU, torch.bfloat16, cpu_target()) == {"cpu": True}
+    assert check_paths(CPU, torch.bfloat16, cpu_target()).passed == {"cpu": True, "dense": True}
     right = CpuInt4.prepare
 
     def wrong_groups(self, weight, config, device):
@@ -182,4 +172,20 @@ def test_selfcheck_passes_here_and_catches_a_wrong_kernel(monkeypatch):
         return state
 
     monkeypatch.setattr(CpuInt4, "prepare", wrong_groups)
-    assert check_paths(CPU, torch.bfloat16, cpu_target()) == {"cpu": False}
+    check = check_paths(CPU, torch.bfloat16, cpu_target())
+    assert check.passed == {"cpu": False, "dense": True}
+    assert "relative error" in check.broken["cpu_int4", "cpu"]
+    # It is left out of the choice, and the next kernel of the table serves.
+    layer = W4A16Linear(make_weight(32, 64, 32, True), None, torch.bfloat16, CPU, broken=check.left_out)
+    assert layer.kernel.name == "cpu_exact"
+    assert layer.selection.declined == {"cpu_int4": "failed its self-check on this machine"}
+
+
+def test_a_path_that_raises_in_its_selfcheck_is_left_out(monkeypatch):
+    def fails(self, weight, config, device):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(CpuInt4, "prepare", fails)
+    check = check_paths(CPU, torch.bfloat16, cpu_target())
+    assert check.broken["cpu_int4", "cpu"] == "RuntimeError: no such instruction"
+    assert ("cpu_exact", "cpu") not in check.broken

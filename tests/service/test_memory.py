@@ -89,6 +89,52 @@ def test_pools_add_up_to_no_more_than_the_budget():
         assert sum(plan.pools.values()) <= plan.budget_bytes
 
 
+DENSE = needs(dense_bytes=8 * GIB, dense_mode="enabled")
+
+
+def test_dense_copies_are_taken_where_one_request_still_fits():
+    plan = make_plan(Readings(64 * GIB, 16 * GIB), DENSE)
+    assert plan.dense_state == "enabled" and plan.dense_copies_bytes == 8 * GIB
+    assert plan.dense_budget_bytes == plan.budget_bytes - 4 * GIB - GIB // 2 - GIB
+    assert plan.max_model_len == 8192
+    assert sum(plan.pools.values()) <= plan.budget_bytes
+
+
+def test_dense_copies_are_all_or_nothing():
+    tight = Readings(64 * GIB, 14 * GIB)  # 12.6 - 4.5 - 1 = 7.1 GiB left for them
+    with pytest.raises(
+        ConfigError, match="dense copies refused: they need 8.00 GiB .* and 7.10 GiB is left"
+    ) as error:
+        make_plan(tight, DENSE)
+    for remedy in ("--memory-fraction", "--max-model-len", "--dense-copies disabled"):
+        assert remedy in error.value.message
+    plan = make_plan(tight, dataclasses.replace(DENSE, dense_mode="auto"))
+    assert plan.dense_state == "refused" and plan.dense_copies_bytes == 0
+    # A shorter context leaves them room.
+    assert make_plan(tight, dataclasses.replace(DENSE, max_model_len=512)).dense_state == "enabled"
+    assert make_plan(tight, NEEDS).dense_state == "disabled"
+
+
+@pytest.mark.parametrize("carve_out", [GIB // 2, 8 * GIB, 64 * GIB], ids=["0.5", "8", "64"])
+@pytest.mark.parametrize("gtt", [8 * GIB, 110 * GIB], ids=["small-gtt", "large-gtt"])
+@pytest.mark.parametrize("tenant", [0, 40 * GIB], ids=["alone", "another-tenant"])
+def test_an_apu_never_plans_more_than_its_one_memory(carve_out, gtt, tenant):
+    """128 GiB of RAM: what the GPU can address is carve-out or GTT, never their sum, and never more than is there."""
+    device = max(carve_out, gtt)
+    host = 128 * GIB - carve_out - tenant - 4 * GIB
+    try:
+        plan = make_plan(Readings(host, device), NEEDS)
+    except ConfigError as error:
+        assert min(device, host) < 8 * GIB, error.message
+        return
+    assert sum(plan.pools.values()) <= plan.budget_bytes <= min(device, host)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match="--dense-copies is 'some': accepted disabled, enabled, auto"):
+        make_plan(Readings(64 * GIB), needs(dense_mode="some"))
+
+
 def test_mem_available_is_read_and_its_absence_named(tmp_path):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal: 10 kB\nMemFree: 1 kB\nMemAvailable:    7 kB\n")

@@ -1,0 +1,483 @@
+"""W4A16 GEMM in Triton on the skinny layout: y[M, N] = x[M, K] @ w[N, K]^T + bias, dequantised inside.
+
+Every target Triton has, RDNA included. On RDNA the Gluon kernel of `triton_skinny_rdna` is preferred where Triton ships
+Gluon; both stand behind `skinny_gemm` here, with one contract.
+
+How it works. A program owns block_n weight rows and block_m activation rows and walks K in steps of block_k <= G, so that a
+step has one scale and one zero point per weight row. The dot takes exact integers q - z in the activation type and the
+scale meets the fp32 result of a step; tiles with `scale_weights` round (q - z) * s to the activation type instead, as a
+dequantised copy does, which leaves the matrix unit one running sum. The weight is the dot's first operand: its rows fill the matrix unit's fixed
+64 or 16 rows while block_m follows the batch down to 16. Where one wave of programs would leave the chip idle, K is
+split; partial sums go to fp32 scratch and a second small kernel adds them in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+
+from nybble.kernels.packing import PER_WORD
+from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE
+from nybble.kernels.target import detect
+from nybble.kernels.tiles import Tile, tile_for
+
+DTYPES = (torch.float16, torch.bfloat16)
+RDNA = ("gfx11", "gfx120")
+_X_CLIFF_BYTES = 2048
+_X_PAD_BYTES = 128
+
+_log = logging.getLogger(__name__)
+
+# ----------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _pair(
+    words, zero, scale, P: tl.constexpr, BF16: tl.constexpr, SCALED: tl.constexpr, BACKEND: tl.constexpr
+):
+    """Values 2P and 2P+1 of each word as two 16-bit lanes: q - z in fp16 or bf16, exactly, or SCALED, (q - z) * s.
+
+    OR-ing q into 1024.0 (fp16) or 128.0 (bf16) makes 1024 + q or 128 + q; subtracting 1024 + z or 128 + z is exact.
+    zero int32 and scale int32 (s in both lanes) [BN, 1].
+    """
+    nibbles = (words >> (4 * P)) & 0x000F000F
+    if BACKEND == "cuda" and BF16:
+        magic, offset = nibbles | 0x43004300, (zero * 0x00010001) | -0x3CFF3D00
+        if SCALED:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 one, nil, w; mov.b32 one, 0x3F803F80; mov.b32 nil, 0x80008000; "
+                "fma.rn.bf16x2 w, $1, one, $2; fma.rn.bf16x2 $0, w, $3, nil; }",
+                "=r,r,r,r",
+                [magic, offset, scale],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+                "=r,r,r",
+                [magic, offset],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+    elif BACKEND == "cuda":
+        magic, offset = nibbles | 0x64006400, (zero * 0x00010001) | 0x64006400
+        if SCALED:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 w; sub.f16x2 w, $1, $2; mul.f16x2 $0, w, $3; }",
+                "=r,r,r,r",
+                [magic, offset, scale],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "sub.f16x2 $0, $1, $2;", "=r,r,r", [magic, offset], dtype=tl.int32, is_pure=True, pack=1
+            )
+    elif BACKEND == "hip" and not BF16 and not SCALED:
+        return tl.inline_asm_elementwise(
+            "v_pk_add_f16 $0, $1, $2 neg_lo:[0,1] neg_hi:[0,1]",
+            "=v,v,v",
+            [nibbles | 0x64006400, (zero * 0x00010001) | 0x64006400],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low = ((nibbles & 0xF) - zero).to(tl.float32)
+        high = ((nibbles >> 16) - zero).to(tl.float32)
+        if SCALED:
+            lane = scale.to(tl.int16)
+            factor = lane.to(tl.bfloat16 if BF16 else tl.float16, bitcast=True).to(tl.float32)
+            low *= factor
+            high *= factor
+        if BF16 and not SCALED:
+            # A small integer's fp32 has a zero lower half: cutting it off is exact.
+            return (low.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) | (
+                high.to(tl.int32, bitcast=True) & -0x10000
+            )
+        elif BF16:
+            low16 = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            return low16 | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        else:
+            low16 = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            return low16 | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _unpack(
+    words,
+    zero,
+    scale,
+    DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BACKEND: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """int32 [BN, BK/8], z and s int32 [BN, 1] -> q - z or (q - z) * s as DTYPE [BN, BK] in natural k order."""
+    bf16: tl.constexpr = DTYPE == tl.bfloat16
+    p0 = _pair(words, zero, scale, 0, bf16, SCALED, BACKEND)
+    p1 = _pair(words, zero, scale, 1, bf16, SCALED, BACKEND)
+    p2 = _pair(words, zero, scale, 2, bf16, SCALED, BACKEND)
+    p3 = _pair(words, zero, scale, 3, bf16, SCALED, BACKEND)
+    pairs = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (BN, BK // 2))
+    low = pairs.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.reshape(tl.join(low, high), (BN, BK))
+
+
+@triton.jit
+def w4a16_skinny(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    z_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_sn,
+    stride_zn,
+    stride_ym,
+    part,
+    G: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BACKEND: tl.constexpr,
+):
+    """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    tiles_m = tl.cdiv(M, BM)
+    # Neighbouring programs share weight rows: the weight is read from memory once, x comes from the cache.
+    pid_m = pid % tiles_m
+    pid_n = pid // tiles_m
+    rows_m = pid_m * BM + tl.arange(0, BM)
+    rows_n = pid_n * BN + tl.arange(0, BN)
+    # Rows past the end read the last one: no mask in the loop, no access outside the tensors. K has no tail: BK | G | K.
+    safe_m = tl.minimum(rows_m, M - 1).to(tl.int64)
+    safe_n = tl.minimum(rows_n, N - 1).to(tl.int64)
+
+    first = split * part * (G // BK)
+    last = tl.minimum(first + part * (G // BK), K // BK)
+    x_ptrs = x_ptr + safe_m[None, :] * stride_xm + tl.arange(0, BK)[:, None]
+    w_ptrs = w_ptr + safe_n[:, None] * stride_wn + tl.arange(0, BK // 8)[None, :]
+    s_ptrs = s_ptr + safe_n * stride_sn
+    z_ptrs = z_ptr + (safe_n // 8) * stride_zn
+    z_shift = ((safe_n % 8) * 4).to(tl.int32)
+
+    acc = tl.zeros((BN, BM), tl.float32)
+    # Scales and zero points run a step ahead: Triton pipelines the dot's operands only.
+    scale = tl.load(s_ptrs + first * BK // G)
+    zero = tl.full((BN,), 8, tl.int32)
+    if HAS_ZEROS:
+        zero_word = tl.load(z_ptrs + first * BK // G)
+    for step in range(first, last):
+        x = tl.load(x_ptrs + step * BK)
+        words = tl.load(w_ptrs + step * (BK // 8))
+        group = tl.minimum(step + 1, last - 1) * BK // G
+        now = scale
+        scale = tl.load(s_ptrs + group)
+        if HAS_ZEROS:
+            zero = (zero_word >> z_shift) & 0xF
+            zero_word = tl.load(z_ptrs + group)
+        if SCALED:
+            lanes = (now.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x00010001
+            w = _unpack(words, zero[:, None], lanes[:, None], x_ptr.dtype.element_ty, True, BACKEND, BN, BK)
+            if BACKEND == "interpreter":  # its dot multiplies the bit patterns of bf16
+                acc += tl.dot(w.to(tl.float32), x.to(tl.float32))
+            else:
+                acc = tl.dot(w, x, acc)
+        else:
+            w = _unpack(words, zero[:, None], zero[:, None], x_ptr.dtype.element_ty, False, BACKEND, BN, BK)
+            if BACKEND == "interpreter":
+                part = tl.dot(w.to(tl.float32), x.to(tl.float32))
+            else:
+                part = tl.dot(w, x)
+            acc += part * now.to(tl.float32)[:, None]
+
+    inside = (rows_m < M)[:, None] & (rows_n < N)[None, :]
+    out = tl.trans(acc)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + safe_n).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + (split.to(tl.int64) * M + rows_m)[:, None] * stride_ym + rows_n[None, :]
+    tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def w4a16_reduce(
+    partial_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_ym,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y[m, n] = sum over splits of fp32 [SPLIT_K, M, N], in order, + bias."""
+    m = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(partial_ptr + (split * M + m) * N + cols, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m * stride_ym + cols, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+# --------------------------------------------------------------------------------------------------------- launcher
+
+
+@torch.library.custom_op("nybble::w4a16_triton_skinny", mutates_args=())
+def skinny_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    """y [M, N] of x's type = x @ ((q - z) * s)^T + bias, products summed in fp32.
+
+    x       [M, K] float16 or bfloat16, unit column stride, any row stride
+    words   int32 [N, K/8] in the skinny layout, unit column stride, any row stride
+    scales  [N, K/G] float16, bfloat16 or float32, unit column stride, any row stride
+    zeros   int32 [N/8, K/G] packed along N, unit column stride, or None for z = 8
+    bias    [N] of x's type, or None
+
+    Raises ValueError for any other shape, type, stride or device, before anything is launched.
+    """
+    check_arguments(x, words, scales, zeros, bias, group_size)
+    return launch(x, words, scales, zeros, bias, group_size)
+
+
+@skinny_gemm.register_fake
+def _(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], words.shape[0])
+
+
+def launch(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """`skinny_gemm` on arguments already checked, with a tile of the caller's choice (default: the chip's table)."""
+    m, k = x.shape
+    n = words.shape[0]
+    y = x.new_empty(m, n)
+    if m == 0 or n == 0:
+        return y
+    arch = arch_of(x.device)
+    gluon = _gluon_kernel() if arch.startswith(RDNA) else None
+    if tile is None:
+        tile = tile_for(
+            arch, m, n, k, group_size, x.dtype, zeros is None, "skinny_rdna" if gluon else "skinny"
+        )
+    if tile.block_k > group_size or group_size % tile.block_k:
+        raise ValueError(
+            f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
+            "(a wider step would take one group's scale for its neighbour)"
+        )
+    x = _off_the_cliff(x, arch)
+    out = y if tile.split_k == 1 else x.new_empty(tile.split_k, m, n, dtype=torch.float32)
+    if gluon:
+        gluon.launch_tiles(x, words, scales, zeros, bias, out, group_size, tile, arch.startswith("gfx12"))
+    else:
+        _launch_tiles(x, words, scales, zeros, bias, out, group_size, tile)
+    if tile.split_k > 1:
+        reduce_splits(out, bias, y)
+    return y
+
+
+def _launch_tiles(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+    tile: Tile,
+) -> None:
+    m, k = x.shape
+    n = words.shape[0]
+    grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.split_k)
+    w4a16_skinny[grid](
+        x,
+        words,
+        scales,
+        words if zeros is None else zeros,
+        x if bias is None else bias,
+        out,
+        m,
+        n,
+        k,
+        x.stride(0),
+        words.stride(0),
+        scales.stride(0),
+        0 if zeros is None else zeros.stride(0),
+        n,
+        triton.cdiv(k // group_size, tile.split_k),
+        G=group_size,
+        HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None and tile.split_k == 1,
+        # A scale of another type would be rounded twice on its way into the weight.
+        SCALED=tile.scale_weights and scales.dtype == x.dtype,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        BACKEND=backend_of(x.device),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _off_the_cliff(x: torch.Tensor, arch: str) -> torch.Tensor:
+    """x, or on gfx1151 a copy with padded rows where x's row stride aliases in the vector caches (2048 bytes)."""
+    if arch != "gfx1151" or x.shape[0] < 2 or x.stride(0) * x.element_size() % _X_CLIFF_BYTES:
+        return x
+    m, k = x.shape
+    padded = x.new_empty(m, k + _X_PAD_BYTES // x.element_size())[:, :k]
+    return padded.copy_(x)
+
+
+def reduce_splits(partial: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """y [M, N] = sum of fp32 partial [S, M, N] over S, in order, + bias."""
+    splits, m, n = partial.shape
+    block = 512
+    w4a16_reduce[(triton.cdiv(n, block), m)](
+        partial,
+        partial if bias is None else bias,
+        y,
+        m,
+        n,
+        y.stride(0),
+        SPLIT_K=splits,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def check_arguments(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> None:
+    """Raise ValueError unless the arguments are what `skinny_gemm` documents."""
+    if x.ndim != 2 or x.dtype not in DTYPES:
+        raise ValueError(f"x: given {given(x)}, accepted float16 or bfloat16 [M, K]")
+    k = x.shape[1]
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size: given {group_size}, accepted {', '.join(map(str, GROUP_SIZES))}")
+    if k == 0 or k % K_MULTIPLE or k % group_size:
+        raise ValueError(
+            f"x: given K={k}, accepted a positive multiple of {K_MULTIPLE} and of group_size {group_size}"
+        )
+    if words.ndim != 2 or words.dtype != torch.int32 or words.shape[1] != k // PER_WORD:
+        raise ValueError(
+            f"words: given {given(words)}, accepted int32 [N, {k // PER_WORD}] (K/8 words a row, K={k})"
+        )
+    n, groups = words.shape[0], k // group_size
+    if scales.dtype not in (*DTYPES, torch.float32) or tuple(scales.shape) != (n, groups):
+        raise ValueError(
+            f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{n}, {groups}]"
+        )
+    if zeros is not None:
+        if n % PER_WORD:
+            raise ValueError(
+                f"zeros: given N={n}, accepted a multiple of {PER_WORD} (eight rows share one word)"
+            )
+        if zeros.dtype != torch.int32 or tuple(zeros.shape) != (n // PER_WORD, groups):
+            raise ValueError(
+                f"zeros: given {given(zeros)}, accepted int32 [{n // PER_WORD}, {groups}], packed along N "
+                "(zero points expanded to the activation type are not read)"
+            )
+    if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
+        raise ValueError(f"bias: given {given(bias)}, accepted contiguous {_name(x.dtype)} [{n}]")
+    check_placement(x, {"words": words, "scales": scales, "zeros": zeros, "bias": bias})
+
+
+def check_placement(x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+    for name, t in {"x": x, **others}.items():
+        if t is None:
+            continue
+        if t.device != x.device:
+            raise ValueError(f"{name}: given {t.device}, accepted x's device {x.device}")
+        if t.ndim == 2 and t.numel():
+            rows, cols = t.shape
+            # A view can promise more than its storage holds (as_strided, resized storages): it would be read past its end.
+            end = t.storage_offset() + (rows - 1) * t.stride(0) + cols
+            if (t.stride(1) != 1 and cols > 1) or (rows > 1 and t.stride(0) < cols and name != "x"):
+                raise ValueError(
+                    f"{name}: given strides {list(t.stride())} for {list(t.shape)}, accepted unit column stride and "
+                    f"a row stride of at least {cols}"
+                )
+            if end * t.element_size() > t.untyped_storage().nbytes():
+                raise ValueError(
+                    f"{name}: given a view of {end} elements over {t.untyped_storage().nbytes()} bytes, "
+                    f"accepted a storage of at least {end * t.element_size()} bytes"
+                )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def given(t: torch.Tensor) -> str:
+    return f"{_name(t.dtype)} {list(t.shape)}"
+
+
+@functools.cache
+def arch_of(device: torch.device) -> str:
+    return detect(device).arch
+
+
+@functools.cache
+def _gluon_kernel() -> ModuleType | None:
+    """The RDNA kernel's module, or None, said once, where this Triton has no usable Gluon."""
+    try:
+        from nybble.kernels.linear import triton_skinny_rdna
+    except ImportError as error:
+        _log.warning("no Gluon in this Triton (%s): the plain Triton kernel serves RDNA", error)
+        return None
+    return triton_skinny_rdna
+
+
+def backend_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "interpreter"  # no inline assembly there
+    return "hip" if torch.version.hip else "cuda"

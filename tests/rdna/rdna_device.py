@@ -1,0 +1,185 @@
+"""A GPU that is not there: Triton launches compile for a chosen chip and, on RDNA, run as machine code in the emulator.
+
+The launchers under test are the real ones, called with CPU tensors; only Triton's last step, handing a compiled kernel to
+a driver, is replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from rdna_code_object import CodeObject
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from nybble.kernels.linear import triton_skinny
+
+TARGETS = {
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+    "gfx1151": GPUTarget("hip", "gfx1151", 32),
+    "gfx1201": GPUTarget("hip", "gfx1201", 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_90": GPUTarget("cuda", 90, 32),
+}
+WRITTEN = ("y_ptr",)  # the one output of each kernel here; the emulator works on copies
+
+
+@dataclass
+class Launch:
+    """One kernel launch: what was compiled, and what running it executed (empty when it was only compiled)."""
+
+    kernel: str
+    compiled: Any
+    executed: dict[str, int] = field(default_factory=dict)
+    unreplicated: int = 0
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    spills: int
+    scratch_bytes: int
+    lds_bytes: int
+    code_sha256: str
+
+
+class _Driver:
+    """The little of Triton's driver interface that compiling a launch needs."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self.arch)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.arch]
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def pretend(arch: str, *, run: bool = False, **schedule: Any) -> Iterator[list[Launch]]:
+    """Within it, Triton launches on CPU tensors target `arch`; the list collects them.
+
+    run=True executes each launch in the emulator, writing its results into the tensors. `schedule` goes to
+    `rdna_emulator.run_kernel`: wave_order, quantum, vgpr_poison ...
+    """
+    launches: list[Launch] = []
+    compile_only = JITFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+        entry = Launch(self.__name__, compiled)
+        launches.append(entry)
+        if run:
+            _execute(entry, dict(zip(self.arg_names, args, strict=False)) | kwargs, grid, schedule)
+        return compiled
+
+    backend = TARGETS[arch].backend
+    with (
+        mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(driver, "_active", _Driver(arch)),
+        mock.patch.object(triton_skinny, "arch_of", lambda device: arch),
+        mock.patch.object(triton_skinny, "backend_of", lambda device: backend),
+    ):
+        yield launches
+
+
+def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedule: dict[str, Any]) -> None:
+    from rdna_emulator import run_kernel
+
+    compiled = entry.compiled
+    names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    args = [given[name] for name in names]
+    passed = [_bytes_of(value) if isinstance(value, torch.Tensor) else value for value in args]
+    result = run_kernel(
+        compiled.asm["hsaco"],
+        compiled.metadata.name,
+        grid,
+        (32 * compiled.metadata.num_warps,),
+        passed,
+        lds_bytes=compiled.metadata.shared,
+        **schedule,
+    )
+    for name, array, output in zip(names, passed, result.outputs, strict=False):
+        if name in WRITTEN:
+            array[:] = output
+    entry.executed, entry.unreplicated = result.dyn, result.wmma_unreplicated
+
+
+def _bytes_of(t: torch.Tensor) -> Any:
+    """The bytes a kernel may touch through t, from its first element to its last, shared with t's storage."""
+    last = (
+        sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        if t.numel()
+        else -1
+    )
+    size = t.element_size()
+    start = t.storage_offset() * size
+    whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+    return whole[start : start + (last + 1) * size].numpy()
+
+
+def counts(executed: dict[str, int]) -> dict[str, int]:
+    """Executed wave instructions by class."""
+    classes = {"wmma": 0, "valu": 0, "lds": 0, "all": sum(executed.values())}
+    for name, count in executed.items():
+        if "WMMA" in name:
+            classes["wmma"] += count
+        elif name.startswith("V_"):
+            classes["valu"] += count
+        elif name.startswith("DS_"):
+            classes["lds"] += count
+    return classes
+
+
+def resources(launch: Launch) -> Resources:
+    """Registers, spills, scratch and LDS of a compiled launch, read from its code object."""
+    compiled = launch.compiled
+    if "hsaco" in compiled.asm:
+        blob = compiled.asm["hsaco"]
+        code = CodeObject(blob)
+        meta = code.kernel(compiled.metadata.name).meta
+        start, size = code.text
+        return Resources(
+            registers=meta[".vgpr_count"],
+            spills=meta.get(".vgpr_spill_count", 0) + meta.get(".sgpr_spill_count", 0),
+            scratch_bytes=meta[".private_segment_fixed_size"],
+            lds_bytes=compiled.metadata.shared,
+            code_sha256=hashlib.sha256(bytes(code.image[start : start + size])).hexdigest(),
+        )
+    return _cuda_resources(compiled)
+
+
+def _cuda_resources(compiled: Any) -> Resources:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = compiled.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        out = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", out)}
+    return Resources(
+        registers=found["REG"],
+        spills=0 if found["LOCAL"] == 0 and found["STACK"] == 0 else 1,
+        scratch_bytes=found["STACK"] + found["LOCAL"],
+        lds_bytes=compiled.metadata.shared,
+        code_sha256=hashlib.sha256(cubin).hexdigest(),
+    )

@@ -1,0 +1,88 @@
+"""Compiles, and where asked runs, a list of GEMM cases for chips that are not there.
+
+    python rdna_worker.py < cases.json > results.json
+
+A process of its own, because the other kernel tests import Triton in its interpreter mode. One result per case:
+resources of each launch and, for cases with "run", the error against the float32 reference and the executed counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+from rdna_device import Launch, counts, pretend, resources
+
+from nybble.kernels.linear import triton_skinny
+from nybble.kernels.linear.reference import linear_reference
+from nybble.kernels.packing import W4A16Weight, pack_rows
+from nybble.kernels.skinny_layout import pack
+from nybble.kernels.testing import TOLERANCE, errors
+from nybble.kernels.tiles import Tile
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def problem(case: dict[str, Any]) -> tuple[torch.Tensor, W4A16Weight, torch.Tensor | None]:
+    """x, weight, bias. Scales of neighbouring groups differ by up to 2^8, every column is distinct, some groups are 0."""
+    m, n, k, g, dtype = case["m"], case["n"], case["k"], case["g"], DTYPES[case["dtype"]]
+    gen = torch.Generator().manual_seed(m * 7 + n * 3 + k)
+    q = torch.randint(0, 16, (n, k), generator=gen, dtype=torch.uint8)
+    zeros = None
+    if not case["symmetric"]:
+        zeros = torch.randint(0, 16, (n, k // g), generator=gen, dtype=torch.uint8)
+    scales = (1 + torch.rand(n, k // g, generator=gen)) * torch.exp2(
+        torch.randint(-11, -3, (n, k // g), generator=gen).float()
+    )
+    scales[:: max(1, n // 3), 0] = 0
+    weight = W4A16Weight(pack_rows(q), scales.to(dtype), zeros, None, g, n, k)
+    x = (torch.randn(m, k, generator=gen) * torch.linspace(0.5, 2, k)).to(dtype)
+    bias = torch.randn(n, generator=gen).to(dtype) if case.get("bias") else None
+    return x, weight, bias
+
+
+def skinny(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """(result, reference, launches) of the skinny-layout GEMM through its launcher."""
+    x, weight, bias = problem(case)
+    packed = pack(weight, arch=case["arch"])
+    tile = Tile(**case["tile"]) if "tile" in case else None
+    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
+        args = (x, packed.words, packed.scales, packed.zeros, bias, weight.group_size)
+        triton_skinny.check_arguments(*args)
+        gluon = case.get("kernel", "skinny_rdna") == "skinny_rdna"
+        restore = triton_skinny._gluon_kernel
+        if not gluon:
+            triton_skinny._gluon_kernel = lambda: None
+        try:
+            y = triton_skinny.launch(*args, tile=tile)
+        finally:
+            triton_skinny._gluon_kernel = restore
+    return y, linear_reference(x, weight, bias), launches
+
+
+RUNNERS = {"skinny": skinny, "skinny_rdna": skinny}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for case in json.load(sys.stdin):
+        y, reference, launches = RUNNERS[case.get("kernel", "skinny_rdna")](case)
+        result: dict[str, Any] = {
+            "launches": [
+                {"kernel": entry.kernel, **dataclasses.asdict(resources(entry))} for entry in launches
+            ]
+        }
+        if case.get("run"):
+            found, limit = errors(y, reference), TOLERANCE[DTYPES[case["dtype"]]]
+            result["worst"], result["rms"] = found.worst, found.rms
+            result["close"] = found.worst <= limit.worst and found.rms <= limit.rms
+            result["counts"] = [counts(entry.executed) for entry in launches]
+            result["unreplicated"] = sum(entry.unreplicated for entry in launches)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -502,8 +502,9 @@ class EngineClient:
             self.restarts += 1
             try:
                 await self._spawn_whole()
-            except OSError as error:
-                logger.error("the engine process cannot be started: %s", error)
+            except Exception:
+                # Whatever it is (no memory, no process left), giving up would leave the server without an engine.
+                logger.exception("the engine process cannot be started")
             else:
                 break
         if self.state is EngineState.DOWN:

@@ -19,6 +19,10 @@ from nybble.service.errors import CheckpointError, InvalidRequest
 logger = logging.getLogger(__name__)
 
 METASPACE = "\u2581"
+# Longer texts are tokenised the way that lets other threads run meanwhile; it takes 40 microseconds more.
+SHORT_TEXT_CHARS = 4096
+# How many characters normalisation may make one of (NFC: three Hangul letters a syllable), with a margin.
+NORMALISED_CHARS = 4
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -214,6 +218,7 @@ class TextCodec:
         added = backend.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._cache: dict[int, bytes] = {token_id: b"" for token_id in self._special}
+        self._longest_piece_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, folder: Path | str) -> TextCodec:
@@ -240,7 +245,15 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text; add_special_tokens puts what the model expects first (BOS), as for completions."""
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) <= SHORT_TEXT_CHARS:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, without tokenising it."""
+        return len(text) // (self._longest_piece_chars * NORMALISED_CHARS)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence, special tokens left out."""

@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from nybble.service.api import answers
 from nybble.service.api.generation import (
-    INLINE_CHARS,
     Choice,
     Delta,
     Entry,
     Generation,
     PromptTokens,
+    check_count,
+    check_length,
     check_prompt,
     check_stream_options,
     finite_logprob,
@@ -26,8 +27,9 @@ from nybble.service.api.generation import (
 from nybble.service.api.schemas import ChatCompletionRequest, ChatMessage
 from nybble.service.api.sse import encode_string
 from nybble.service.api.state import Service, service_of
+from nybble.service.engine.protocol import EngineInfo
 from nybble.service.errors import InvalidRequest
-from nybble.service.text import TextCodec
+from nybble.service.text import SHORT_TEXT_CHARS, TextCodec
 
 # Variables that apply_chat_template sets itself.
 RESERVED_VARIABLES = frozenset(
@@ -74,12 +76,13 @@ async def _plan(service: Service, body: ChatCompletionRequest, arrival_s: float)
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise InvalidRequest(f"the variable {name!r} cannot be set", param="chat_template_kwargs")
+    check_count(service, 1, body.n)
     info = service.client.require_info()
     messages = [_message(message) for message in body.messages]
-    if sum(len(message["content"]) for message in messages) <= INLINE_CHARS:
-        token_ids = _encode_chat(service.codec, messages, variables)
+    if sum(len(message["content"]) for message in messages) <= SHORT_TEXT_CHARS:
+        token_ids = _encode_chat(service.codec, info, messages, variables)
     else:
-        token_ids = await asyncio.to_thread(_encode_chat, service.codec, messages, variables)
+        token_ids = await asyncio.to_thread(_encode_chat, service.codec, info, messages, variables)
     check_prompt(token_ids, info, "messages")
     room = info.max_model_len - len(token_ids)
     sampling = sampling_params(body, info, max_tokens=min(limit or room, room), logprobs=logprobs)
@@ -89,10 +92,12 @@ async def _plan(service: Service, body: ChatCompletionRequest, arrival_s: float)
 
 
 def _encode_chat(
-    codec: TextCodec, messages: list[dict[str, Any]], variables: dict[str, Any]
+    codec: TextCodec, info: EngineInfo, messages: list[dict[str, Any]], variables: dict[str, Any]
 ) -> tuple[int, ...]:
+    text = codec.render_chat(messages, **variables)
+    check_length(codec.fewest_tokens(text), info, "messages")
     # The template writes the model's special tokens itself.
-    return codec.encode(codec.render_chat(messages, **variables), add_special_tokens=False)
+    return codec.encode(text, add_special_tokens=False)
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from nybble.service.api.generation import (
     Entry,
     Generation,
     PromptTokens,
+    check_count,
     check_prompt,
     check_stream_options,
     encode,
@@ -25,8 +26,9 @@ from nybble.service.api.generation import (
 from nybble.service.api.schemas import CompletionRequest, Prompt
 from nybble.service.api.sse import encode_string
 from nybble.service.api.state import Service, service_of
+from nybble.service.engine.protocol import EngineInfo
 from nybble.service.errors import InvalidRequest
-from nybble.service.text import TextCodec
+from nybble.service.text import SHORT_TEXT_CHARS, TextCodec
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -56,10 +58,13 @@ async def _plan(service: Service, body: CompletionRequest, arrival_s: float) -> 
             param="echo",
             code="unsupported_parameter",
         )
+    check_count(service, len(body.prompt), body.n)
     info = service.client.require_info()
+    # Many short texts take as long as a long one.
+    inline = sum(len(given) for given in body.prompt if isinstance(given, str)) <= SHORT_TEXT_CHARS
     prompts = []
     for given in body.prompt:
-        prompt = await _prompt_tokens(service, given, echo=bool(body.echo))
+        prompt = await _prompt_tokens(service.codec, given, info, echo=bool(body.echo), inline=inline)
         check_prompt(prompt.token_ids, info, "prompt")
         room = info.max_model_len - len(prompt.token_ids)
         max_tokens = min(body.max_tokens or DEFAULT_MAX_TOKENS, room)
@@ -68,15 +73,13 @@ async def _plan(service: Service, body: CompletionRequest, arrival_s: float) -> 
     return Generation(service.client, choices)
 
 
-async def _prompt_tokens(service: Service, prompt: Prompt, *, echo: bool) -> PromptTokens:
+async def _prompt_tokens(
+    codec: TextCodec, prompt: Prompt, info: EngineInfo, *, echo: bool, inline: bool
+) -> PromptTokens:
     if isinstance(prompt, str):
-        return PromptTokens(await encode(service, prompt, add_special_tokens=True), prompt)
-    return PromptTokens(prompt, service.codec.decode(_known(prompt)) if echo else "")
-
-
-def _known(prompt: tuple[int, ...]) -> list[int]:
-    """Token ids that the tokenizer can take; the others are refused a moment later."""
-    return [token_id for token_id in prompt if 0 <= token_id < 2**31]
+        return PromptTokens(await encode(codec, prompt, info, inline=inline), prompt)
+    check_prompt(prompt, info, "prompt")
+    return PromptTokens(prompt, codec.decode(prompt) if echo else "")
 
 
 def _choice(whole: answers.Collected, body: CompletionRequest, codec: TextCodec) -> dict[str, Any]:

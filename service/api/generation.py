@@ -17,14 +17,12 @@ from nybble.service.api.state import Service
 from nybble.service.client import EngineClient
 from nybble.service.engine.protocol import EngineInfo, Request, SamplingParams, StepOutput, Token
 from nybble.service.errors import GenerationFailed, InvalidRequest
-from nybble.service.text import TextStream
+from nybble.service.text import TextCodec, TextStream
 
 # Logits of minus infinity have this log probability: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
 # top_p 0 means the single best token; a sum of probabilities is never above this by less than one token.
 LEAST_TOP_P = 1e-6
-# Longer texts are tokenised in a thread (about a millisecond for this many characters).
-INLINE_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -148,25 +146,32 @@ class Generation:
         }
 
 
-async def encode(service: Service, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """Token ids of a text; a long one is tokenised in a thread."""
-    if len(text) <= INLINE_CHARS:
-        return service.codec.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(service.codec.encode, text, add_special_tokens=add_special_tokens)
+async def encode(codec: TextCodec, text: str, info: EngineInfo, *, inline: bool) -> tuple[int, ...]:
+    """Token ids of a prompt that is not a conversation, made in a thread unless inline.
+
+    Raises InvalidRequest for one that is longer than the context can be.
+    """
+    check_length(codec.fewest_tokens(text), info, "prompt")
+    return codec.encode(text) if inline else await asyncio.to_thread(codec.encode, text)
 
 
 def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
     """Raises InvalidRequest unless these are tokens of the model and leave room for at least one more."""
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens", param=param)
-    if len(token_ids) >= info.max_model_len:
+    check_length(len(token_ids), info, param)
+    _check_token_ids(token_ids, info, param)
+
+
+def check_length(tokens: int, info: EngineInfo, param: str) -> None:
+    """tokens: how many the prompt has at least."""
+    if tokens >= info.max_model_len:
         raise InvalidRequest(
-            f"the prompt has {len(token_ids)} tokens; this model's context is {info.max_model_len} tokens, prompt and "
+            f"the prompt has {tokens} tokens or more; this model's context is {info.max_model_len} tokens, prompt and "
             "answer together; shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
-    _check_token_ids(token_ids, info, param)
 
 
 def _check_token_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
@@ -207,6 +212,17 @@ def _default(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
+def check_count(service: Service, prompts: int, n: int | None) -> None:
+    """Raises InvalidRequest for more choices than can ever be in progress."""
+    n = n or 1
+    if n * prompts > service.settings.max_queue:
+        raise InvalidRequest(
+            f"{prompts} prompts with n={n} are {n * prompts} requests; this server takes at most "
+            f"{service.settings.max_queue} at once",
+            param="n" if n > 1 else "prompt",
+        )
+
+
 def plan_choices(
     service: Service,
     prompts: Sequence[tuple[PromptTokens, SamplingParams]],
@@ -215,14 +231,8 @@ def plan_choices(
     arrival_s: float,
     lists_stop_token: bool,
 ) -> list[Choice]:
-    """n choices of each prompt, numbered prompt by prompt. Raises InvalidRequest if they can never fit the queue."""
+    """n choices of each prompt, numbered prompt by prompt."""
     n = body.n or 1
-    if n * len(prompts) > service.settings.max_queue:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n={n} are {n * len(prompts)} requests; this server takes at most "
-            f"{service.settings.max_queue} at once",
-            param="n" if n > 1 else "prompt",
-        )
     choices: list[Choice] = []
     for prompt, sampling in prompts:
         for i in range(n):

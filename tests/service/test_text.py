@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import tiny_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nybble.service.errors import CheckpointError, InvalidRequest
-from nybble.service.text import Detokenizer, StopChecker, TextCodec, TextStream, piece_decoder
+from nybble.service.text import (
+    SHORT_TEXT_CHARS,
+    Detokenizer,
+    StopChecker,
+    TextCodec,
+    TextStream,
+    piece_decoder,
+)
 
 ALPHABET = [
     *"abc xyz\n\t.,!?0123456789",
@@ -239,3 +248,29 @@ def test_encode_agrees_with_transformers(codec: TextCodec, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer.write_folder(tmp_path))
     for text in random_texts(6, 50):
         assert list(codec.encode(text)) == tokenizer.encode(text)
+
+
+def test_long_texts_are_tokenised_as_short_ones_are(codec: TextCodec) -> None:
+    text = "Hello world 🎉 你好, the quick brown fox. " * 300
+    pieces = codec.encode("Hello world 🎉 你好, the quick brown fox. ") * 300
+    assert len(text) > SHORT_TEXT_CHARS
+    assert codec.decode(codec.encode(text)) == text == codec.decode(pieces)
+    assert list(codec.encode(text)) == codec._backend.encode(text).ids
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(codec: TextCodec) -> None:
+    working = threading.Thread(target=codec.encode, args=("Hello world, " * 60_000,))
+    working.start()
+    turns = 0
+    while working.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    # With the interpreter lock held it would be one or two.
+    assert turns > 5
+
+
+def test_fewest_tokens_is_never_too_many(codec: TextCodec, sentencepiece_codec: TextCodec) -> None:
+    for text in [*random_texts(7, 100), "  " * 500, "<|im_end|>" * 50, "\u1112\u1161\u11ab" * 100]:
+        for one in (codec, sentencepiece_codec):
+            assert one.fewest_tokens(text) <= len(one.encode(text))
+    assert codec.fewest_tokens("x" * 10_000) > 100

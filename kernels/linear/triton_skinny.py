@@ -207,10 +207,10 @@ def w4a16_skinny(
         else:
             w = _unpack(words, zero[:, None], zero[:, None], x_ptr.dtype.element_ty, False, BACKEND, BN, BK)
             if BACKEND == "interpreter":
-                part = tl.dot(w.to(tl.float32), x.to(tl.float32))
+                product = tl.dot(w.to(tl.float32), x.to(tl.float32))
             else:
-                part = tl.dot(w, x)
-            acc += part * now.to(tl.float32)[:, None]
+                product = tl.dot(w, x)
+            acc += product * now.to(tl.float32)[:, None]
 
     inside = (rows_m < M)[:, None] & (rows_n < N)[None, :]
     out = tl.trans(acc)

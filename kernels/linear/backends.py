@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
+from nybble.kernels.linear.humming import Humming
+from nybble.kernels.linear.xpu import XpuW4A8
+from nybble.kernels.linear.zen import ZenInt4
 from nybble.kernels.target import Target
 
 BACKENDS: dict[str, tuple[LinearKernel, ...]] = {
-    "cpu": (CpuInt4(), CpuExact()),
+    "cpu": (CpuInt4(), ZenInt4(), CpuExact()),
     "rocm": (General(),),
-    "cuda": (General(),),
-    "xpu": (General(),),
+    "cuda": (Humming(), General()),
+    "xpu": (XpuW4A8(), General()),
 }
 
 

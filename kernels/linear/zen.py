@@ -7,7 +7,7 @@ Established with zentorch 2.13.0.2, whose ops check little of this:
 - zeros decide how a nibble is read: signed -8..7 without, unsigned 0..15 with int8 zero points [K/G, N]. The wrong
   reading, transposed views in place of contiguous scales, and float16 scales all give wrong numbers, no error.
   float32 scales cost the same time as bf16 ones and keep a checkpoint's float16 scales exact.
-- Right for any N and M, G % 4 == 0 (500 random shapes); G of 1 and 2 gave garbage. float16 and float32 activations raise.
+- Right for any N and M, G % 4 == 0 (500 random shapes); G of 1, and at times 2, gave garbage. float16 and float32 activations raise.
 - The library reorders a weight at its first use and keeps that copy by the weight's address, for good: a second
   weight at the address of a freed one would be answered with the first one's values. So the packed tensors live
   as long as the process (`_KEPT`), and a layer costs twice its int4 bytes.

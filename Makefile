@@ -6,7 +6,8 @@
 #   MODEL, ARGS      make serve MODEL=folder-or-hub-id ARGS="--port 8080 --dtype float32"
 #   PYTEST_ARGS      passed to pytest by every test target
 #
-# test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD.
+# test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
+# test-packages runs the linear kernels that call a package of their own on that package.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -20,7 +21,11 @@ READY := "$(PYTHON)" .ci/venv.py
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} .venv/bin/pytest
 CSRC := $(wildcard csrc/*.h csrc/*.hip csrc/*.cu csrc/*.cpp)
 
-.PHONY: serve test test-slow test-checkpoints test-rdna test-wheel venv lint format clean
+# Beside .venv and without their dependencies: nothing here may bring another torch.
+ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
+	humming-kernels==0.1.20 tabulate==0.10.0 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1
+
+.PHONY: serve test test-slow test-checkpoints test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
@@ -41,6 +46,16 @@ test-checkpoints:
 test-rdna:
 	@$(READY) test
 	$(PYTEST) tests/rdna $(PYTEST_ARGS)
+
+test-packages: build/packages/.installed
+	@$(READY) test
+	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py $(PYTEST_ARGS)
+
+build/packages/.installed: Makefile
+	@$(READY) test
+	rm -rf build/packages
+	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target build/packages $(ROW_PACKAGES)
+	touch $@
 
 test-wheel:
 	@$(READY) test

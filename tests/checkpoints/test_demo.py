@@ -1,6 +1,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,11 @@ def test_half_made_folder_of_a_killed_run_is_not_taken(cache: Path, wheel: list[
     left = cache / f".demo-{demo_module.RECIPE}.killed.partial"
     left.mkdir(parents=True)
     (left / "config.json").write_text("{}")
+    old = cache / f".demo-{demo_module.RECIPE}.older.partial"
+    old.mkdir()
+    os.utime(old, (0, 0))
     open_checkpoint(demo(progress=False)).close()
+    assert left.exists() and not old.exists(), "a fresh one may belong to a run that is still at work"
 
 
 def test_two_at_once_get_the_same_folder(cache: Path, wheel: list[list[str]]) -> None:

@@ -303,6 +303,7 @@ class TestGptq:
         with open_checkpoint(write(_gptq(sym=True), tensors)) as checkpoint:
             checkpoint.linear(M, N, K)
             assert checkpoint.unread() == [f"{M}.bias"]
+            assert checkpoint.unread() == [f"{M}.bias"], "asking changes nothing"
             assert torch.equal(checkpoint.bias(M), torch.ones(N))
             assert checkpoint.unread() == []
 

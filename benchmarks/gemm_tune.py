@@ -47,7 +47,7 @@ def candidates(m: int, n: int, k: int, units: int) -> list[Tile]:
         for split in sorted(splits) if tiles < 4 * units else [1]:
             if tiles * split < units // 2:
                 continue
-            for folded in (False,) if small else (False, True):
+            for folded in (False, True):
                 if bm * bn // (warps * 32) > 96 and not folded:
                     continue
                 found.append(Tile(bm, bn, bk, warps, stages, split, folded))
@@ -114,7 +114,7 @@ def main() -> int:
         x = random_x(m, k, torch.bfloat16, device)
         timed = []
         for tile in tiles:
-            calls = [lambda w=w, tile=tile: launch(args.kernel, x, w, tile) for w in weights]
+            calls = [lambda w=w, tile=tile, x=x: launch(args.kernel, x, w, tile) for w in weights]
             try:
                 timed.append((time_cold(calls, rounds=2, replays=3).median_us, tile))
             except Exception as error:

@@ -213,6 +213,8 @@ class EngineClient:
         self.loading: Loading | None = None
         self.failure: str | None = None
         self.restarts = 0
+        # (layer, path) -> seconds and M of the latest sampled GEMM call.
+        self.gemm_latest: dict[tuple[str, str], tuple[float, int]] = {}
         self.observer = observer
         self._engine_main = engine_main
         self._on_loading_progress = on_loading
@@ -397,6 +399,7 @@ class EngineClient:
     def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
         self._stats = message.stats
+        self.gemm_latest.update(message.stats.gemm_latest)
         if self.observer is not None and message.stats.gemm_samples:
             self.observer.gemm(message.stats.gemm_samples)
         for output in message.outputs:
@@ -565,6 +568,7 @@ def _add(past: EngineStats, now: EngineStats) -> EngineStats:
         gemm_calls=_add_counts(past.gemm_calls, now.gemm_calls),
         step_overhead_seconds=past.step_overhead_seconds + now.step_overhead_seconds,
         gemm_samples={},
+        gemm_latest={},
     )
 
 

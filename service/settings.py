@@ -74,7 +74,9 @@ class Settings(BaseSettings):
     threads: int = Field(
         0, ge=0, description="CPU threads of the engine; 0: as many as are fastest, measured at start."
     )
-    gemm_sample_every: int = Field(32, ge=0, description="Time one of this many GEMM calls; 0: none.")
+    gemm_sample_every: int = Field(
+        32, ge=0, description="Time the GEMM calls of one in this many steps; 0: of none."
+    )
 
     def engine_config(self, folder: str) -> EngineConfig:
         """What the engine process is told. folder: where MODEL was found."""

@@ -15,7 +15,7 @@ from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.linear.dense import dense_bytes, dense_copy
 from nybble.kernels.linear.recorder import RECORDER
 from nybble.kernels.linear.reference import dequantize, linear_reference
-from nybble.kernels.linear.route import PATHS, Decision, decide, route, route_table
+from nybble.kernels.linear.route import PATHS, Decision, RouteRange, decide, route, route_table
 from nybble.kernels.packing import W4A16Weight
 from nybble.kernels.target import Target, detect
 
@@ -26,6 +26,7 @@ __all__ = [
     "Decision",
     "LinearConfig",
     "LinearKernel",
+    "RouteRange",
     "Selection",
     "W4A16Linear",
     "decide",
@@ -49,6 +50,7 @@ class W4A16Linear:
     dense   also keep the exactly dequantised weight, for the "dense" path: four times the int4 weight's bytes, so only
             where the memory plan allows it. Derived data: part of no checkpoint
 
+    label   what kind of layer this is ("qkv"), for the recorder
     broken  paths that failed their self-check here (see kernels/selfcheck.py), never taken
 
     Raises ValueError when no kernel can implement the layer, with every kernel's reason.
@@ -64,6 +66,7 @@ class W4A16Linear:
         kernel: LinearKernel | None = None,
         dense: bool = False,
         broken: Broken = frozenset(),
+        label: str = "",
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
         self.target = detect(device) if target is None else target
@@ -84,6 +87,7 @@ class W4A16Linear:
             self.dense = dense_copy(weight, dtype, device, self.target)
             self.dense_build_seconds = perf_counter() - started
             self.available = (*self.available, "dense")
+        self.label = label
         self._path_of_m: dict[int, str] = {}
 
     @property
@@ -96,6 +100,14 @@ class W4A16Linear:
         if path is None:
             path = self._path_of_m[m] = route(m, self.config, self.target, self.available)
         return path
+
+    def routes(self) -> tuple[RouteRange, ...]:
+        """Path, reason and tile for every M."""
+
+        def describe(m: int, path: str) -> str | None:
+            return self.kernel.describe(self.config, self.target, m, path)
+
+        return route_table(self.config, self.target, self.available, describe)
 
     def run(self, x: torch.Tensor, path: str) -> torch.Tensor:
         """x [M, K], M >= 1, through one named path, neither routed nor counted."""
@@ -119,5 +131,5 @@ class W4A16Linear:
             return self.run(x, path)
         started = perf_counter()
         y = self.run(x, path)
-        RECORDER.sample(path, perf_counter() - started)
+        RECORDER.sample(path, perf_counter() - started, self.label, m)
         return y

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
+from nybble.kernels.linear.humming import Humming
 from nybble.kernels.linear.hybrid import Hybrid, TritonKN
+from nybble.kernels.linear.xpu import XpuW4A8
+from nybble.kernels.linear.zen import ZenInt4
 from nybble.kernels.target import Target
 
 BACKENDS: dict[str, tuple[LinearKernel, ...]] = {
-    "cpu": (CpuInt4(), CpuExact()),
+    "cpu": (CpuInt4(), ZenInt4(), CpuExact()),
     "rocm": (Hybrid(), TritonKN(), General()),
-    "cuda": (Hybrid(), TritonKN(), General()),
-    "xpu": (General(),),
+    "cuda": (Hybrid(), TritonKN(), Humming(), General()),
+    "xpu": (XpuW4A8(), General()),
 }
 
 

@@ -15,6 +15,7 @@ from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.packing import PER_WORD, W4A16Weight
 from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE, SkinnyWeight
 from nybble.kernels.target import Target
+from nybble.kernels.tiles import tile_for
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # bf16 tensor cores and the Triton that is supported start here.
@@ -75,6 +76,11 @@ class Hybrid(LinearKernel):
     def nbytes(self, state: SkinnyWeight) -> int:
         return state.nbytes
 
+    def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        from nybble.kernels.linear.triton_skinny import table_name
+
+        return _tile(config, target, m, table_name(target.arch)) if path == "triton" else None
+
 
 class TritonKN(LinearKernel):
     """The [K, N/8] kernel: CDNA, and whatever the hybrid declines (group size 256 or one group spanning K)."""
@@ -109,6 +115,16 @@ class TritonKN(LinearKernel):
 
         assert isinstance(state, KNWeight)
         return state.nbytes
+
+    def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        return _tile(config, target, m, "kn") if path == "triton" else None
+
+
+def _tile(config: LinearConfig, target: Target, m: int, kernel: str) -> str:
+    c = config
+    tile = tile_for(target.arch, m, c.n, c.k, c.group_size, c.dtype, c.symmetric, kernel)
+    split = f", K in {tile.split_k} parts" if tile.split_k > 1 else ""
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.num_warps} warps{split}"
 
 
 def _is_recent_cuda(target: Target) -> bool:

@@ -17,13 +17,21 @@ class GemmRecorder:
         self.sampling = False
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._samples: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        self._latest: dict[tuple[str, str], tuple[float, int]] = {}
 
     def reset(self) -> None:
         self.calls.clear()
         self._samples.clear()
+        self._latest.clear()
 
-    def sample(self, path: str, seconds: float) -> None:
+    def sample(self, path: str, seconds: float, label: str = "", m: int = 0) -> None:
         self._samples[path, self.phase].append(seconds)
+        self._latest[label, path] = (seconds, m)
+
+    def take_latest(self) -> dict[tuple[str, str], tuple[float, int]]:
+        """(layer label, path) -> seconds and M of the latest sampled call, those sampled since the last call of this."""
+        taken, self._latest = self._latest, {}
+        return taken
 
     def take_samples(self) -> dict[tuple[str, str], tuple[float, ...]]:
         """Samples since the last call, seconds per (path, phase)."""

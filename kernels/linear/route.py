@@ -12,7 +12,7 @@ others ship; gfx115x walks K in chunks and has no K*M limit.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from nybble.kernels.linear.config import LinearConfig
@@ -86,17 +86,49 @@ def route(m: int, config: LinearConfig, target: Target, available: Collection[st
     return decide(m, config, target, available).path
 
 
+@dataclass(frozen=True, slots=True)
+class RouteRange:
+    """first..last: the rows M (last None: and all above) that take `path`. tile: how its kernel cuts the problem up,
+    or None for a path that has none of ours to cut."""
+
+    first: int
+    last: int | None
+    path: str
+    reason: str
+    tile: str | None
+
+
 def route_table(
-    config: LinearConfig, target: Target, available: Collection[str], m_max: int = 4096
-) -> dict[str, Decision]:
-    """Ranges of M ("1..5", "6..", ...) to decisions: what GET /v1/kernels shows."""
-    edges: list[tuple[int, Decision]] = []
-    for m in range(1, m_max + 1):
-        decision = decide(m, config, target, available)
-        if not edges or edges[-1][1].path != decision.path:
-            edges.append((m, decision))
-    table = {}
-    for i, (start, decision) in enumerate(edges):
-        stop = edges[i + 1][0] - 1 if i + 1 < len(edges) else None
-        table[f"{start}.." if stop is None else f"{start}..{stop}"] = decision
-    return table
+    config: LinearConfig,
+    target: Target,
+    available: Collection[str],
+    describe: Callable[[int, str], str | None] = lambda m, path: None,
+    m_max: int = 8192,
+) -> tuple[RouteRange, ...]:
+    """All M from 1 on, as ranges that share a path and a tile: what GET /v1/kernels shows.
+
+    describe(m, path) names the tile. Looks at every M up to 64 and every power of two, and finds each change between
+    two of them by bisection.
+    """
+
+    def at(m: int) -> tuple[str, str | None]:
+        path = decide(m, config, target, available).path
+        return path, describe(m, path)
+
+    probes = [*range(1, 65), *(2**e for e in range(7, m_max.bit_length()))]
+    starts = [1]
+    for low, high in zip(probes, probes[1:], strict=False):
+        while at(low) != at(high):
+            # The first M after `low` that differs from it lies in low+1..high.
+            left, right = low, high
+            while right - left > 1:
+                middle = (left + right) // 2
+                left, right = (middle, right) if at(middle) == at(low) else (left, middle)
+            starts.append(right)
+            low = right
+    ranges = []
+    for i, first in enumerate(starts):
+        last = starts[i + 1] - 1 if i + 1 < len(starts) else None
+        decision = decide(first, config, target, available)
+        ranges.append(RouteRange(first, last, decision.path, decision.reason, describe(first, decision.path)))
+    return tuple(ranges)

@@ -67,6 +67,19 @@ _FP16_ASM_C = gl.constexpr(_FP16_ASM.strip())
 _BF16_ASM_C = gl.constexpr(_BF16_ASM.strip())
 
 
+# Public from Triton 3.9 on, underscored before.
+_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _lanes_of(lds, DTYPE: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr):
+    """LDS words [ROWS, COLS/2] seen as [ROWS, COLS] of a 16-bit type."""
+    if _PUBLIC_REINTERPRET:
+        return lds.reinterpret(DTYPE, (ROWS, COLS), LAYOUT)
+    else:
+        return lds._reinterpret(DTYPE, (ROWS, COLS), LAYOUT)
+
+
 @gluon.jit
 def _wmma(a, b, acc, RDNA4: gl.constexpr):
     if RDNA4:
@@ -246,10 +259,10 @@ def w4a16_skinny_rdna(
     x_lds1 = gl.allocate_shared_memory(gl.int32, (BM, BK // 2), X_LDS)
     w_lds0 = gl.allocate_shared_memory(gl.int32, (BN, BK // 2), W_LDS)
     w_lds1 = gl.allocate_shared_memory(gl.int32, (BN, BK // 2), W_LDS)
-    x_view0 = x_lds0._reinterpret(DTYPE, (BM, BK), X_LDS_16)
-    x_view1 = x_lds1._reinterpret(DTYPE, (BM, BK), X_LDS_16)
-    w_view0 = w_lds0._reinterpret(DTYPE, (BN, BK), W_LDS_16).permute((1, 0))
-    w_view1 = w_lds1._reinterpret(DTYPE, (BN, BK), W_LDS_16).permute((1, 0))
+    x_view0 = _lanes_of(x_lds0, DTYPE, BM, BK, X_LDS_16)
+    x_view1 = _lanes_of(x_lds1, DTYPE, BM, BK, X_LDS_16)
+    w_view0 = _lanes_of(w_lds0, DTYPE, BN, BK, W_LDS_16).permute((1, 0))
+    w_view1 = _lanes_of(w_lds1, DTYPE, BN, BK, W_LDS_16).permute((1, 0))
 
     # Added to a column's scale: the pair of additions puts neighbouring columns' scales into registers of both parities,
     # which is what lets the compiler pair the fma of two columns into one v_dual_fmac.
@@ -270,7 +283,10 @@ def w4a16_skinny_rdna(
         for step in gl.static_range(steps):
             if ROW_SUMS:
                 pairs = _unpack_raw(words, BN, BK)
-                sums = _row_sums(x, 0.0 if step == 0 else sums, BM, BK)
+                if step == 0:
+                    sums = _row_sums(x, 0.0, BM, BK)
+                else:
+                    sums = _row_sums(x, sums, BM, BK)
             else:
                 pairs = _unpack(words, z[:, None], bf16, HAS_ZEROS, BN, BK)
             # Two buffers in turn: a store meets no wave still reading the other one. (A group of one step has but the

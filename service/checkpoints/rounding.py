@@ -116,15 +116,18 @@ def _search(w: torch.Tensor, h: torch.Tensor | None, symmetric: bool) -> tuple[t
     else:
         base = (high - low) / LEVELS
         zero = (-low / base.clamp(min=1e-30)).round().clamp_(0, LEVELS)
-    best = _Best(gain=torch.zeros_like(base), scale=base, zero=zero)
+    # In units of the base, so that squares of tiny weights do not vanish.
+    w = w / torch.where(base > 0, base, 1.0)
+    one = torch.ones_like(base)
+    best = _Best(gain=torch.zeros_like(base), scale=one, zero=zero)
     for fraction in RANGES:
-        best.offer(w, h, base * fraction, zero)
+        best.offer(w, h, one * fraction, zero)
     if not symmetric:
         for step in (-1, 1):
             best.offer(w, h, best.scale, (best.zero + step).clamp_(0, LEVELS))
     for _ in range(REFINEMENTS):
         best.offer(w, h, best.scale, best.zero)
-    return best.scale, best.zero
+    return best.scale * base, best.zero
 
 
 def _round(w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:

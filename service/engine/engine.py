@@ -80,7 +80,8 @@ class Engine:
         started = perf_counter()
         forward_before = self._runner.forward_seconds
         outputs, self._refused = self._refused, []
-        RECORDER.sampling = self._steps % self._config.gemm_sample_every == 0
+        every = self._config.gemm_sample_every
+        RECORDER.sampling = every > 0 and self._steps % every == 0
         step = self._scheduler.schedule()
         for sequence, token in self._runner.run(step) if step else ():
             outputs.append(self._advance(sequence, token))
@@ -106,6 +107,7 @@ class Engine:
             step_overhead_seconds=self._overhead_seconds,
             gemm_calls=dict(RECORDER.calls),
             gemm_samples=RECORDER.take_samples(),
+            gemm_latest=RECORDER.take_latest(),
         )
 
     def _problem(self, request: Request) -> str | None:

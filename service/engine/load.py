@@ -12,12 +12,12 @@ from time import perf_counter
 import torch
 
 from nybble.kernels.attention import CacheShape, backend_for
-from nybble.kernels.linear import W4A16Linear, dense_bytes, route_table
+from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
-from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport
+from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
@@ -213,7 +213,6 @@ def _reports(model: Decoder) -> tuple[KernelReport, ...]:
                 groups.setdefault((layer.config, layer.kernel.name), []).append(layer)
         for same in groups.values():
             first = same[0]
-            routes = route_table(first.config, first.target, first.available)
             reports.append(
                 KernelReport(
                     layer=kind,
@@ -225,7 +224,9 @@ def _reports(model: Decoder) -> tuple[KernelReport, ...]:
                     kernel=first.kernel.name,
                     reason=first.selection.reason,
                     declined=first.selection.declined,
-                    routes={m: f"{d.path}: {d.reason}" for m, d in routes.items()},
+                    routes=tuple(
+                        RouteReport(r.first, r.last, r.path, r.reason, r.tile) for r in first.routes()
+                    ),
                     nbytes=sum(layer.nbytes for layer in same),
                 )
             )

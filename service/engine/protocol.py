@@ -159,7 +159,7 @@ class MemoryReport:
 class KernelReport:
     """One kind of linear layer, as GET /v1/kernels shows it.
 
-    layers names the modules, e.g. ("qkv", "x30"); routes maps a range of M to a path, e.g. {"1..": "cpu"}.
+    layer: "qkv", "o", "gate_up", "down" or "lm_head"; count: how many of the model's layers share this choice.
     """
 
     layer: str
@@ -171,16 +171,28 @@ class KernelReport:
     kernel: str
     reason: str
     declined: dict[str, str]
-    routes: dict[str, str]
+    routes: tuple[RouteReport, ...]
     nbytes: int
 
 
 @_pickled_by_position
 @dataclass(frozen=True, slots=True)
+class RouteReport:
+    """Rows first..last of M (last None: and all above) take this path, for this reason, with this tile if any."""
+
+    first_m: int
+    last_m: int | None
+    path: str
+    reason: str
+    tile: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
 
-    gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase).
+    gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
+    the seconds and M of the latest of them per (layer, path).
     """
 
     started: int = 0
@@ -197,6 +209,7 @@ class EngineStats:
     step_overhead_seconds: float = 0.0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+    gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
 
 
 @_pickled_by_position

@@ -241,30 +241,30 @@ def load(
         return RmsNorm(plain(name, c.hidden_size).to(device, dtype), c.rms_norm_eps)
 
     def single(
-        weight: W4A16Weight | torch.Tensor, bias: torch.Tensor | None, copy: bool = dense
+        weight: W4A16Weight | torch.Tensor, bias: torch.Tensor | None, label: str, copy: bool = dense
     ) -> W4A16Linear | DenseLinear:
         if isinstance(weight, W4A16Weight):
-            return W4A16Linear(weight, bias, dtype, device, dense=copy, broken=broken)
+            return W4A16Linear(weight, bias, dtype, device, dense=copy, broken=broken, label=label)
         return DenseLinear(weight, bias, dtype, device)
 
     modules = block_modules(c)
 
-    def fused(prefix: str, names: Sequence[str], has_bias: bool) -> Linear:
+    def fused(label: str, prefix: str, names: Sequence[str], has_bias: bool) -> Linear:
         parts = [f"{prefix}.{name}" for name in names]
         weights = [source.linear(module, *modules[module]) for module in parts]
         biases = [checked_bias(module) if has_bias else None for module in parts]
         if len(weights) == 1:
-            return single(weights[0], biases[0])
+            return single(weights[0], biases[0], label)
         quantised = [w for w in weights if isinstance(w, W4A16Weight)]
         plain_weights = [w for w in weights if isinstance(w, torch.Tensor)]
         bias = torch.cat([b for b in biases if b is not None]) if has_bias else None
         if len(quantised) == len(weights):
             whole = concat_rows(quantised)
             if whole is not None:
-                return single(whole, bias)
+                return single(whole, bias, label)
         elif len(plain_weights) == len(weights):
-            return single(torch.cat(plain_weights), bias)
-        return SideBySide([single(w, b) for w, b in zip(weights, biases, strict=True)])
+            return single(torch.cat(plain_weights), bias, label)
+        return SideBySide([single(w, b, label) for w, b in zip(weights, biases, strict=True)])
 
     def checked_bias(module: str) -> torch.Tensor:
         bias, n = source.bias(module), modules[module][0]
@@ -287,12 +287,12 @@ def load(
             qk_norm = (torch.cat(weights).unsqueeze(0).to(device, dtype), c.rms_norm_eps)
         return Block(
             input_norm=norm(f"{p}.input_layernorm.weight"),
-            qkv=fused(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), c.qkv_bias),
+            qkv=fused("qkv", f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), c.qkv_bias),
             qk_norm=qk_norm,
-            o=fused(f"{p}.self_attn", ("o_proj",), c.o_bias),
+            o=fused("o", f"{p}.self_attn", ("o_proj",), c.o_bias),
             post_norm=norm(f"{p}.post_attention_layernorm.weight"),
-            gate_up=fused(f"{p}.mlp", ("gate_proj", "up_proj"), c.mlp_bias),
-            down=fused(f"{p}.mlp", ("down_proj",), c.mlp_bias),
+            gate_up=fused("gate_up", f"{p}.mlp", ("gate_proj", "up_proj"), c.mlp_bias),
+            down=fused("down", f"{p}.mlp", ("down_proj",), c.mlp_bias),
             window=c.windows[index],
         )
 
@@ -305,6 +305,6 @@ def load(
         weight = source.linear("lm_head", c.vocab_size, c.hidden_size)
     if quantize_head is not None and isinstance(weight, torch.Tensor):
         weight = quantize_head(weight)
-    head = single(weight, None, copy=False)
+    head = single(weight, None, "lm_head", copy=False)
     rope = RopeTable(c.rope, max_positions, dtype, device)
     return Decoder(c, embedding, blocks, final_norm, head, rope, attention)

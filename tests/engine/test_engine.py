@@ -321,4 +321,5 @@ def test_the_engine_says_what_it_is(engine):
     assert info.selfcheck == {"cpu": True, "dense": True}
     assert info.memory.pools["kv_cache"] == 16 << 20
     assert {k.layer: k.count for k in info.kernels} == {"qkv": 2, "o": 2, "gate_up": 2, "down": 2}
-    assert all(k.routes == {"1..": "cpu: the CPU's own kernel, at any M"} for k in info.kernels)
+    (route,) = info.kernels[0].routes
+    assert (route.first_m, route.last_m, route.path, route.tile) == (1, None, "cpu", None)

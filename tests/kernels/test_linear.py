@@ -141,16 +141,21 @@ def test_no_path_is_an_error_that_says_so():
 
 
 def test_the_route_table_covers_every_m_once():
-    table = route_table(LinearConfig(4096, 64, torch.float16, 32, True), RADEON, (*HYBRID, "dense"))
-    assert [(m, d.path) for m, d in table.items()] == [
-        ("1..5", "skinny"),
-        ("6..255", "triton"),
-        ("256..", "dense"),
+    def describe(m, path):
+        return None if path == "dense" else ("small" if m <= 100 else "large")
+
+    config = LinearConfig(4096, 64, torch.float16, 32, True)
+    table = route_table(config, RADEON, (*HYBRID, "dense"), describe)
+    assert [(r.first, r.last, r.path, r.tile) for r in table] == [
+        (1, 5, "skinny", "small"),
+        (6, 100, "triton", "small"),
+        (101, 255, "triton", "large"),
+        (256, None, "dense", None),
     ]
 
 
 def test_calls_are_counted_and_sampled_calls_timed():
-    layer = W4A16Linear(make_weight(32, 64, 32, True), None, torch.float32, CPU)
+    layer = W4A16Linear(make_weight(32, 64, 32, True), None, torch.float32, CPU, label="qkv")
     RECORDER.reset()
     RECORDER.phase, RECORDER.sampling = "prefill", True
     layer(torch.zeros(2, 64))
@@ -160,6 +165,7 @@ def test_calls_are_counted_and_sampled_calls_timed():
     (samples,) = RECORDER.take_samples().values()
     assert len(samples) == 1 and samples[0] > 0
     assert RECORDER.take_samples() == {}
+    assert RECORDER.take_latest() == {("qkv", "cpu"): (samples[0], 2)}
 
 
 def test_selfcheck_passes_here_and_catches_a_wrong_kernel(monkeypatch):
@@ -178,7 +184,7 @@ def test_selfcheck_passes_here_and_catches_a_wrong_kernel(monkeypatch):
     # It is left out of the choice, and the next kernel of the table serves.
     layer = W4A16Linear(make_weight(32, 64, 32, True), None, torch.bfloat16, CPU, broken=check.left_out)
     assert layer.kernel.name == "cpu_exact"
-    assert layer.selection.declined == {"cpu_int4": "failed its self-check on this machine"}
+    assert layer.selection.declined["cpu_int4"] == "failed its self-check on this machine"
 
 
 def test_a_path_that_raises_in_its_selfcheck_is_left_out(monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rdna_device import Launch, counts, pretend, resources
 
-from nybble.kernels.linear import triton_skinny
+from nybble.kernels.linear import triton_kn, triton_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
@@ -63,7 +63,19 @@ def skinny(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launc
     return y, linear_reference(x, weight, bias), launches
 
 
-RUNNERS = {"skinny": skinny, "skinny_rdna": skinny}
+def kn(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """(result, reference, launches) of the [K, N/8] GEMM through its launcher."""
+    x, weight, bias = problem(case)
+    packed = triton_kn.pack_kn(weight)
+    tile = Tile(**case["tile"]) if "tile" in case else None
+    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
+        args = (x, packed.words, packed.scales, packed.zeros, bias, weight.group_size)
+        triton_kn.check_arguments(*args)
+        y = triton_kn.launch(*args, tile=tile)
+    return y, linear_reference(x, weight, bias), launches
+
+
+RUNNERS = {"skinny": skinny, "skinny_rdna": skinny, "kn": kn}
 
 
 def main() -> None:

@@ -14,7 +14,9 @@ from nybble.service.api.middleware import CLIENT_CLOSED, AccessLog, BodyLimit
 from nybble.service.api.sse import ClientGone
 from nybble.service.api.state import Service, nybble_version
 from nybble.service.client import EngineClient
-from nybble.service.metrics import Metrics, Snapshot, read_host_available_bytes
+from nybble.service.errors import ConfigError
+from nybble.service.memory import read_host_available
+from nybble.service.metrics import Metrics, Snapshot
 from nybble.service.settings import Settings
 from nybble.service.text import TextCodec
 
@@ -57,7 +59,11 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
 
 
 def _snapshot(client: EngineClient) -> Snapshot:
-    return Snapshot(client.totals(), client.info, client.restarts, read_host_available_bytes())
+    try:
+        available_bytes = read_host_available()
+    except ConfigError:
+        available_bytes = None  # the engine's plan refuses such a host in its own words
+    return Snapshot(client.totals(), client.info, client.restarts, available_bytes)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

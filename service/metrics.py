@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -308,16 +307,3 @@ def _observed(metric: Metric) -> Any:
 
 def _family_name(name: str, kind: str) -> str:
     return name.removesuffix("_total") if kind == "counter" else name
-
-
-def read_host_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """MemAvailable in bytes; None where there is no such file or line."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from nybble.service.api import answers
 from nybble.service.api.generation import (
     Choice,
-    Delta,
     Entry,
     Generation,
     PromptTokens,
@@ -52,19 +51,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     arrival_s = time.monotonic()
     service = service_of(request)
     generation = await _plan(service, body, arrival_s)
-    envelope = answers.Envelope(
-        service, "chatcmpl-", "chat.completion", "chat.completion.chunk", check_stream_options(body)
-    )
-    if body.stream:
-        return await answers.stream(request, envelope, generation, _Writer(envelope, body, service.codec))
-    wholes = await answers.collect(request, generation)
-    answer = envelope.fields(envelope.kind) | {
-        "choices": [_choice(whole, body, service.codec) for whole in wholes],
-        "usage": generation.usage(),
-    }
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = list(wholes[0].choice.prompt.token_ids)
-    return answers.respond_json(answer)
+    return await answers.respond(request, service, body, generation, ChatForm(service.codec))
 
 
 async def _plan(service: Service, body: ChatCompletionRequest, arrival_s: float) -> Generation:
@@ -123,63 +110,39 @@ def _max_tokens(body: ChatCompletionRequest) -> int | None:
     return older if newer is None else newer
 
 
-def _choice(whole: answers.Collected, body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "index": whole.choice.index,
-        "message": {"role": "assistant", "content": whole.text, "refusal": None, "annotations": []},
-        "logprobs": _logprobs(whole.entries, codec) if body.logprobs else None,
-        "finish_reason": whole.choice.finish_reason,
-    }
-    if body.return_token_ids:
-        result["token_ids"] = whole.token_ids
-    return result
+class ChatForm(answers.Form):
+    """A message, streamed as deltas that begin with its role; logprobs with an entry per token of the text."""
 
+    id_prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prompt_ids_in_choice = False
 
-def _logprobs(entries: list[Entry], codec: TextCodec) -> dict[str, Any]:
-    """One entry per token of the text; the stop token has none."""
-    return {"content": [_entry(entry, codec) for entry in entries], "refusal": None}
-
-
-def _entry(entry: Entry, codec: TextCodec) -> dict[str, Any]:
-    return _token(codec, entry.token.token_id, entry.token.logprob) | {
-        "top_logprobs": [_token(codec, token_id, logprob) for token_id, logprob in entry.token.top]
-    }
-
-
-def _token(codec: TextCodec, token_id: int, logprob: float | None) -> dict[str, Any]:
-    data = codec.token_bytes(token_id)
-    return {
-        "token": data.decode("utf-8", "replace"),
-        "logprob": finite_logprob(logprob),
-        "bytes": list(data),
-    }
-
-
-class _Writer:
-    def __init__(self, envelope: answers.Envelope, body: ChatCompletionRequest, codec: TextCodec) -> None:
-        self._head = envelope.chunk_head()
-        self._tail = envelope.chunk_tail()
-        self._body = body
+    def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
 
-    def start(self, choice: Choice) -> str:
-        tail = self._tail
-        if self._body.return_token_ids and choice.index == 0:
-            tail = f'],"prompt_token_ids":{answers.compact(choice.prompt.token_ids)}{tail[1:]}'
-        return (
-            f'{self._head}{{"index":{choice.index},"delta":{{"role":"assistant","content":""}},'
-            f'"logprobs":null,"finish_reason":null}}{tail}'
-        )
+    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
 
-    def chunk(self, delta: Delta) -> str:
-        logprobs, extra = "null", ""
-        if self._body.logprobs:
-            logprobs = answers.compact(_logprobs(delta.entries, self._codec))
-        if self._body.return_token_ids:
-            extra = f',"token_ids":{answers.compact(delta.token_ids)}'
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        content = f'{{"content":{encode_string(delta.text)}}}' if delta.text else "{}"
-        return (
-            f'{self._head}{{"index":{delta.choice.index},"delta":{content},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}{extra}}}{self._tail}'
-        )
+    def piece(self, text: str) -> str:
+        return f'"delta":{{"content":{encode_string(text)}}}' if text else '"delta":{}'
+
+    def opening(self, choice: Choice) -> str | None:
+        return '"delta":{"role":"assistant","content":""}'
+
+    def logprobs(self, entries: list[Entry]) -> dict[str, Any]:
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: Entry) -> dict[str, Any]:
+        token = self._token(entry.token.token_id, entry.token.logprob)
+        return token | {
+            "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.token.top]
+        }
+
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        data = self._codec.token_bytes(token_id)
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": finite_logprob(logprob),
+            "bytes": list(data),
+        }

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from nybble.service.api import answers
 from nybble.service.api.generation import (
     Choice,
-    Delta,
     Entry,
     Generation,
     PromptTokens,
@@ -38,15 +37,8 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     arrival_s = time.monotonic()
     service = service_of(request)
     generation = await _plan(service, body, arrival_s)
-    envelope = answers.Envelope(
-        service, "cmpl-", "text_completion", "text_completion", check_stream_options(body)
-    )
-    if body.stream:
-        return await answers.stream(request, envelope, generation, _Writer(envelope, body, service.codec))
-    choices = [_choice(whole, body, service.codec) for whole in await answers.collect(request, generation)]
-    return answers.respond_json(
-        envelope.fields(envelope.kind) | {"choices": choices, "usage": generation.usage()}
-    )
+    form = CompletionForm(service.codec, echo=bool(body.echo))
+    return await answers.respond(request, service, body, generation, form)
 
 
 async def _plan(service: Service, body: CompletionRequest, arrival_s: float) -> Generation:
@@ -82,71 +74,45 @@ async def _prompt_tokens(
     return PromptTokens(prompt, codec.decode(prompt) if echo else "")
 
 
-def _choice(whole: answers.Collected, body: CompletionRequest, codec: TextCodec) -> dict[str, Any]:
-    choice = whole.choice
-    echoed = choice.prompt.text if body.echo else ""
-    result = {
-        "index": choice.index,
-        "text": echoed + whole.text,
-        "logprobs": _logprobs(whole.entries, codec, len(echoed)) if body.logprobs is not None else None,
-        "finish_reason": choice.finish_reason,
-    }
-    if body.return_token_ids:
-        result |= {"token_ids": whole.token_ids, "prompt_token_ids": list(choice.prompt.token_ids)}
-    return result
+class CompletionForm(answers.Form):
+    """The legacy form: plain text, and logprobs as parallel lists with an entry per token, stop token included."""
 
+    id_prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+    prompt_ids_in_choice = True
 
-def _logprobs(entries: list[Entry], codec: TextCodec, offset: int = 0) -> dict[str, Any]:
-    """The legacy logprobs object: parallel lists, one entry per token, the stop token included."""
-    return {
-        "text_offset": [offset + entry.start for entry in entries],
-        "token_logprobs": [finite_logprob(entry.token.logprob) for entry in entries],
-        "tokens": [token_text(codec.token_bytes(entry.token.token_id)) for entry in entries],
-        "top_logprobs": [_top(entry, codec) for entry in entries],
-    }
-
-
-def _top(entry: Entry, codec: TextCodec) -> dict[str, float]:
-    """Best first; the token itself is always there. Tokens of equal text share a key, which the best one keeps."""
-    result: dict[str, float] = {}
-    for token_id, logprob in (*entry.token.top, (entry.token.token_id, entry.token.logprob)):
-        result.setdefault(token_text(codec.token_bytes(token_id)), finite_logprob(logprob))
-    return result
-
-
-def token_text(data: bytes) -> str:
-    """A token as OpenAI's legacy API names it: bytes that are no text of their own are spelled out."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-class _Writer:
-    def __init__(self, envelope: answers.Envelope, body: CompletionRequest, codec: TextCodec) -> None:
-        self._head = envelope.chunk_head()
-        self._tail = envelope.chunk_tail()
-        self._body = body
+    def __init__(self, codec: TextCodec, *, echo: bool) -> None:
         self._codec = codec
+        self._echo = echo
 
-    def start(self, choice: Choice) -> str:
-        extra = ""
-        if self._body.return_token_ids:
-            extra = f',"token_ids":[],"prompt_token_ids":{answers.compact(choice.prompt.token_ids)}'
-        echoed = choice.prompt.text if self._body.echo else ""
-        return self._event(choice.index, echoed, "null", "null", extra) if echoed or extra else ""
+    def whole(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"text": choice.prompt.text + text if self._echo else text}
 
-    def chunk(self, delta: Delta) -> str:
-        logprobs, extra = "null", ""
-        if self._body.logprobs is not None:
-            logprobs = answers.compact(_logprobs(delta.entries, self._codec))
-        if self._body.return_token_ids:
-            extra = f',"token_ids":{answers.compact(delta.token_ids)}'
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        return self._event(delta.choice.index, delta.text, logprobs, reason, extra)
+    def piece(self, text: str) -> str:
+        return f'"text":{encode_string(text)}'
 
-    def _event(self, index: int, text: str, logprobs: str, reason: str, extra: str) -> str:
-        return (
-            f'{self._head}{{"index":{index},"text":{encode_string(text)},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}{extra}}}{self._tail}'
-        )
+    def opening(self, choice: Choice) -> str | None:
+        return self.piece(choice.prompt.text) if self._echo else None
+
+    def logprobs(self, entries: list[Entry]) -> dict[str, Any]:
+        return {
+            "text_offset": [entry.start for entry in entries],
+            "token_logprobs": [finite_logprob(entry.token.logprob) for entry in entries],
+            "tokens": [self._token_text(entry.token.token_id) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+        }
+
+    def _top(self, entry: Entry) -> dict[str, float]:
+        """Best first, with the token itself. Tokens of equal text share a key, which the best one keeps."""
+        result: dict[str, float] = {}
+        for token_id, logprob in (*entry.token.top, (entry.token.token_id, entry.token.logprob)):
+            result.setdefault(self._token_text(token_id), finite_logprob(logprob))
+        return result
+
+    def _token_text(self, token_id: int) -> str:
+        """As OpenAI's legacy API names a token: bytes that are no text of their own are spelled out."""
+        data = self._codec.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

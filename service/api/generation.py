@@ -68,6 +68,10 @@ class Choice:
     _entries: deque[Entry] = field(default_factory=deque)
     _token_ids: list[int] = field(default_factory=list)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.request.sampling.logprobs is not None
+
     def feed(self, output: StepOutput) -> Delta | None:
         """Takes a step's tokens; returns what can be shown now, None if nothing can."""
         self.cached_tokens += output.cached_tokens
@@ -250,11 +254,9 @@ def _with_seed(sampling: SamplingParams, i: int) -> SamplingParams:
     return replace(sampling, seed=seed)
 
 
-def check_stream_options(body: SamplingFields) -> bool:
-    """Whether the stream ends with a usage chunk."""
+def check_stream_options(body: SamplingFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
 def finite_logprob(value: float | None) -> float:

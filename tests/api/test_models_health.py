@@ -64,6 +64,7 @@ def test_metrics_are_plain_text(http: httpx.Client) -> None:
     assert metrics['nybble_memory_bytes{pool="weights"}'] == 1_000_000
     assert metrics['nybble_kernel_selfcheck{path="cpu"}'] == 1
     assert metrics['nybble_dense_cache_state{state="enabled"}'] == 1
+    assert metrics["nybble_host_available_bytes"] > 2**20
 
 
 def test_unknown_paths_share_one_series(http: httpx.Client) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from http_fixtures import parse_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from nybble.service.engine.protocol import EngineInfo, EngineStats, MemoryReport
-from nybble.service.metrics import GEMM_BUCKETS_S, METRICS, Metrics, Snapshot, read_host_available_bytes
+from nybble.service.metrics import GEMM_BUCKETS_S, METRICS, Metrics, Snapshot
 
 MEMORY = MemoryReport(1000, {"weights": 600, "dense_copies": 100}, 500, 200, "refused")
 INFO = EngineInfo(
@@ -155,11 +154,3 @@ def test_apps_do_not_share_metrics(metrics: Metrics) -> None:
     metrics.first_token(1.0)
     other = Metrics("demo", lambda: Snapshot(STATS, INFO, 0, 0))
     assert scrape(other)["nybble_time_to_first_token_seconds_count"] == 0
-
-
-def test_host_available_bytes(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable:     42 kB\n")
-    assert read_host_available_bytes(tmp_path / "meminfo") == 42 * 1024
-    assert read_host_available_bytes(tmp_path / "absent") is None
-    (tmp_path / "other").write_text("MemTotal: 100 kB\n")
-    assert read_host_available_bytes(tmp_path / "other") is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from weights import make_weight
 
-from nybble.kernels.linear import LinearConfig, W4A16Linear, humming, linear_reference, select
+from nybble.kernels.linear import LinearConfig, W4A16Linear, humming, hybrid, linear_reference, select
 from nybble.kernels.linear.humming import Humming, layer_tensors
 from nybble.kernels.packing import unpack_rows
 from nybble.kernels.target import Target, detect
@@ -136,7 +136,13 @@ def test_another_version_of_the_layer_is_refused_instead_of_left_uninitialised(p
 FIELDS = {"k": 256, "n": 64, "dtype": torch.float16, "group_size": 32, "symmetric": True}
 
 
-def test_is_chosen_where_its_package_imports(package):
+@pytest.fixture
+def no_triton(monkeypatch):
+    """The rows before this one need Triton."""
+    monkeypatch.setattr(hybrid, "has_triton", lambda: False)
+
+
+def test_is_chosen_where_its_package_imports(package, no_triton):
     assert select(LinearConfig(**FIELDS), HOPPER).kernel.name == "humming"
 
 
@@ -151,7 +157,7 @@ def test_is_chosen_where_its_package_imports(package):
     ],
     ids=["dtype", "old GPU", "group", "n", "act-order"],
 )
-def test_declines_with_a_reason(package, change, arch, reason):
+def test_declines_with_a_reason(package, no_triton, change, arch, reason):
     selection = select(LinearConfig(**FIELDS | change), dataclasses.replace(HOPPER, arch=arch))
     assert selection.kernel.name == "general"
     assert reason in selection.declined["humming"]

@@ -28,6 +28,8 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+from nybble.service.checkpoints.demo import source_gguf
+
 PROMPT = "The history of the city begins with"
 RESULTS = Path(__file__).parent / "results" / "serving-cpu.md"
 
@@ -37,17 +39,18 @@ class Transformers:
 
     name = "transformers generate, 16-bit weights (bf16)"
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, gguf: Path) -> None:
         import torch
+        from quality import build
         from transformers import AutoTokenizer
 
         from nybble.service.checkpoints.demo import demo
-        from nybble.service.checkpoints.gguf import load_transformers_model
+        from nybble.service.checkpoints.gguf import GgufSource
 
         torch.set_num_threads(threads)
         self.torch = torch
         self.tokenizer = AutoTokenizer.from_pretrained(demo())
-        self.model = load_transformers_model(gguf_path()).to(torch.bfloat16).eval()
+        self.model = build(GgufSource(gguf)).to(torch.bfloat16).eval()
 
     def run(self, tokens: int) -> float:
         ids = self.tokenizer(PROMPT, return_tensors="pt").input_ids
@@ -78,11 +81,11 @@ class LlamaCpp:
 
     name = "llama.cpp (xllamacpp), GGUF Q4_1"
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, gguf: Path) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
-        params.model.path = str(gguf_path())
+        params.model.path = str(gguf)
         params.n_parallel, params.n_ctx, params.n_gpu_layers = 1, 2048, 0
         params.cpuparams.n_threads = threads
         params.verbosity = 0
@@ -190,12 +193,6 @@ class Nybble:
         self.process.wait(30)
 
 
-def gguf_path() -> Path:
-    from nybble.service.checkpoints.demo import gguf_path as find
-
-    return find()
-
-
 @contextmanager
 def opened(kind, threads):
     peer = kind(threads)
@@ -205,9 +202,12 @@ def opened(kind, threads):
         peer.close()
 
 
-def one(kind: str, tokens: int, threads: int) -> float:
+def one(kind: str, tokens: int, threads: int, gguf: Path) -> float:
     """One measurement of a peer in a process of its own, so that no peer's threads spin beside another's."""
-    code = f"import serving_cpu as s; p = s.{kind}({threads}); p.run(16); print('RATE', p.run({tokens})); p.close()"
+    code = (
+        f"import serving_cpu as s; p = s.{kind}({threads}, s.Path({str(gguf)!r})); p.run(16); "
+        f"print('RATE', p.run({tokens})); p.close()"
+    )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": str(threads)}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     for line in out.stdout.splitlines():
@@ -227,22 +227,23 @@ def main() -> None:
     eight: list[float] = []
     overhead: list[float] = []
     ready: list[float] = []
-    for r in range(args.rounds):
-        for kind in ("Transformers", "LlamaCpp"):
-            rates[kind].append(one(kind, args.tokens, args.threads))
-        with opened(Nybble, args.threads) as nybble:
-            ready.append(nybble.ready_s)
-            nybble.run(16)
-            before = nybble.overhead_ms()
-            rates["Nybble"].append(nybble.run(args.tokens))
-            after = nybble.overhead_ms()
-            overhead.append((after[1] - before[1]) / (after[0] - before[0]) * 1e3)
-            eight.append(nybble.concurrent(8, args.tokens))
-        print(
-            f"round {r + 1}: "
-            + ", ".join(f"{k} {v[-1]:.1f}" for k, v in rates.items())
-            + f", 8 streams {eight[-1]:.1f}"
-        )
+    with source_gguf() as gguf:
+        for r in range(args.rounds):
+            for kind in ("Transformers", "LlamaCpp"):
+                rates[kind].append(one(kind, args.tokens, args.threads, gguf))
+            with opened(Nybble, args.threads) as nybble:
+                ready.append(nybble.ready_s)
+                nybble.run(16)
+                before = nybble.overhead_ms()
+                rates["Nybble"].append(nybble.run(args.tokens))
+                after = nybble.overhead_ms()
+                overhead.append((after[1] - before[1]) / (after[0] - before[0]) * 1e3)
+                eight.append(nybble.concurrent(8, args.tokens))
+            print(
+                f"round {r + 1}: "
+                + ", ".join(f"{k} {v[-1]:.1f}" for k, v in rates.items())
+                + f", 8 streams {eight[-1]:.1f}"
+            )
     report = table(rates, eight, overhead, ready, args)
     print(report)
     if args.write:

@@ -2,10 +2,10 @@
 
     python benchmarks/serving_cpu.py [--tokens 128] [--rounds 5] [--threads 2] [--write]
 
-Batch-1 greedy decode of SmolLM2-135M-Instruct: transformers' generate on the 16-bit weights, llama.cpp (the xllamacpp
-wheel) on the GGUF, and a real `nybble serve demo` process over HTTP, in turn, round after round, so that a disturbance
-hits all of them; then 8 concurrent streams and the engine's own overhead per step. Reported is the best round of each:
-on a shared machine noise only ever slows down.
+Batch-1 greedy decode of SmolLM2-135M-Instruct: transformers' generate on the 16-bit weights, llama.cpp's server (the
+xllamacpp wheel) on the GGUF, and `nybble serve demo`, in turn, round after round, so that a disturbance hits all of
+them; then 8 concurrent streams and the engine's own overhead per step. Both servers are asked over HTTP by the same
+streaming client. Reported is the best round of each: on a shared machine noise only ever slows down.
 
 Needs: pip install xllamacpp; the demo is made on first use. Writes benchmarks/results/serving-cpu.md with --write.
 """
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
-import socket
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 from nybble.service.checkpoints.demo import source_gguf
@@ -72,86 +72,22 @@ class Transformers:
         # Prefill and set-up cancel: the rate is that of the tokens after the first.
         return (tokens - 1) / (generate(tokens) - generate(1))
 
-    def close(self) -> None:
-        pass
 
+class HttpServer:
+    """A server in a process of its own, asked over HTTP with streaming: the same client for every server."""
 
-class LlamaCpp:
-    """llama.cpp's server class in this process, on the GGUF itself."""
+    base: str
+    process: subprocess.Popen[bytes]
 
-    name = "llama.cpp (xllamacpp), GGUF Q4_1"
-
-    def __init__(self, threads: int, gguf: Path) -> None:
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = str(gguf)
-        params.n_parallel, params.n_ctx, params.n_gpu_layers = 1, 2048, 0
-        params.cpuparams.n_threads = threads
-        params.verbosity = 0
-        self.server = xllamacpp.Server(params)
-
-    def run(self, tokens: int) -> float:
+    def stream(self, tokens: int, prompt: str = PROMPT) -> tuple[float, float, int]:
+        """(time of the first token, time of the last, tokens between them), as they arrive."""
         body = {
-            "prompt": PROMPT,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "cache_prompt": False,
-        }
-        answer = self.server.handle_completions(body)
-        answer = json.loads(answer) if isinstance(answer, str) else answer
-        assert answer["usage"]["completion_tokens"] == tokens
-        return float(answer["timings"]["predicted_per_second"])  # its own figure, decode alone
-
-    def close(self) -> None:
-        del self.server
-
-
-class Nybble:
-    """`nybble serve demo` in its own processes, asked over HTTP with streaming."""
-
-    name = "nybble serve demo (over HTTP)"
-
-    def __init__(self, threads: int) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.base = f"http://127.0.0.1:{port}"
-        self.log = tempfile.TemporaryFile()
-        command = [
-            sys.executable,
-            "-m",
-            "nybble.service",
-            "serve",
-            "demo",
-            "--port",
-            str(port),
-            "--threads",
-            str(threads),
-        ]
-        started = time.perf_counter()
-        self.process = subprocess.Popen(command, stderr=self.log)
-        while True:
-            if self.process.poll() is not None:
-                self.log.seek(0)
-                raise RuntimeError(f"the server ended:\n{self.log.read().decode()}")
-            try:
-                with urllib.request.urlopen(f"{self.base}/readyz", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.05)
-        self.ready_s = time.perf_counter() - started
-
-    def stream(self, tokens: int, prompt: str = PROMPT) -> tuple[float, float]:
-        """(time of the first token, time of the last), as they arrive."""
-        body = {
-            "model": "demo",
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
         request = urllib.request.Request(
             f"{self.base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -160,25 +96,87 @@ class Nybble:
         with urllib.request.urlopen(request) as response:
             for line in response:
                 if line.startswith(b"data: {"):
+                    if b'"choices":[]' in line:
+                        assert json.loads(line[6:])["usage"]["completion_tokens"] == tokens
+                        break
                     last = time.perf_counter()
                     first = first or last
-        return first, last
+        return first, last, tokens - 1
 
     def run(self, tokens: int) -> float:
-        first, last = self.stream(tokens)
-        return (tokens - 1) / (last - first)
+        first, last, count = self.stream(tokens)
+        return count / (last - first)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+class LlamaCpp(HttpServer):
+    """llama.cpp's server on the GGUF itself, from the xllamacpp wheel."""
+
+    name = "llama.cpp server (xllamacpp), GGUF Q4_1, over HTTP"
+    code = """
+import sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path = sys.argv[1]
+params.n_parallel, params.n_ctx, params.n_gpu_layers, params.verbosity = int(sys.argv[3]), 2048 * int(sys.argv[3]), 0, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+    def __init__(self, threads: int, gguf: Path, parallel: int = 1) -> None:
+        command = [sys.executable, "-c", self.code, str(gguf), str(threads), str(parallel)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        for raw in self.process.stdout:
+            if raw.startswith(b"http://"):
+                self.base = raw.decode().strip()
+                return
+        raise RuntimeError("llama.cpp's server did not start")
+
+
+class Nybble(HttpServer):
+    name = "nybble serve demo, over HTTP"
+
+    def __init__(self, threads: int, gguf: Path) -> None:
+        self.log = tempfile.TemporaryFile()
+        command = [sys.executable, "-m", "nybble.service", "serve", "demo", "--port", "0"]
+        started = time.perf_counter()
+        self.process = subprocess.Popen([*command, "--threads", str(threads)], stderr=self.log)
+        while not (found := re.search(rb"listening on (\S+)", self.read_log())):
+            self.alive()
+        self.base = found[1].decode()
+        while True:
+            self.alive()
+            try:
+                with urllib.request.urlopen(f"{self.base}/readyz", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.05)
+        self.ready_s = time.perf_counter() - started
+
+    def read_log(self) -> bytes:
+        self.log.seek(0)
+        return self.log.read()
+
+    def alive(self) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{self.read_log().decode()}")
+        time.sleep(0.02)
 
     def concurrent(self, streams: int, tokens: int) -> float:
-        """Tokens per second of all streams together, from the first token of the last to start to the first end."""
+        """Tokens per second of all streams together, from the first token of any to the last of all."""
         prompts = [f"{PROMPT} number {i} and" for i in range(streams)]
         with concurrent.futures.ThreadPoolExecutor(streams) as pool:
-            started = time.perf_counter()
-            spans = list(pool.map(lambda p: self.stream(tokens, p), prompts))
-        assert all(first > started for first, _ in spans)
-        begin, end = min(f for f, _ in spans), max(e for _, e in spans)
-        return streams * (tokens - 1) / (end - begin)
+            spans = list(pool.map(lambda prompt: self.stream(tokens, prompt), prompts))
+        seconds = max(last for _, last, _ in spans) - min(first for first, _, _ in spans)
+        return sum(count for _, _, count in spans) / seconds
 
-    def overhead_ms(self) -> tuple[float, float]:
+    def overhead(self) -> tuple[float, float]:
         """(steps, seconds of engine overhead) so far."""
         with urllib.request.urlopen(f"{self.base}/metrics") as response:
             lines = response.read().decode().splitlines()
@@ -188,32 +186,19 @@ class Nybble:
             float(values["nybble_engine_step_overhead_seconds_total"]),
         )
 
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
 
-
-@contextmanager
-def opened(kind, threads):
-    peer = kind(threads)
-    try:
-        yield peer
-    finally:
-        peer.close()
-
-
-def one(kind: str, tokens: int, threads: int, gguf: Path) -> float:
-    """One measurement of a peer in a process of its own, so that no peer's threads spin beside another's."""
+def transformers_rate(tokens: int, threads: int, gguf: Path) -> float:
+    """In a process of its own, so that its threads do not spin beside the servers'."""
     code = (
-        f"import serving_cpu as s; p = s.{kind}({threads}, s.Path({str(gguf)!r})); p.run(16); "
-        f"print('RATE', p.run({tokens})); p.close()"
+        f"import serving_cpu as s; p = s.Transformers({threads}, s.Path({str(gguf)!r})); p.run(16); "
+        f"print('RATE', p.run({tokens}))"
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": str(threads)}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     for line in out.stdout.splitlines():
         if line.startswith("RATE"):
             return float(line.split()[1])
-    raise RuntimeError(f"{kind} failed:\n{out.stderr[-2000:]}")
+    raise RuntimeError(f"transformers failed:\n{out.stderr[-2000:]}")
 
 
 def main() -> None:
@@ -229,21 +214,20 @@ def main() -> None:
     ready: list[float] = []
     with source_gguf() as gguf:
         for r in range(args.rounds):
-            for kind in ("Transformers", "LlamaCpp"):
-                rates[kind].append(one(kind, args.tokens, args.threads, gguf))
-            with opened(Nybble, args.threads) as nybble:
+            rates["Transformers"].append(transformers_rate(args.tokens, args.threads, gguf))
+            with contextlib.closing(LlamaCpp(args.threads, gguf)) as peer:
+                peer.run(16)
+                rates["LlamaCpp"].append(peer.run(args.tokens))
+            with contextlib.closing(Nybble(args.threads, gguf)) as nybble:
                 ready.append(nybble.ready_s)
                 nybble.run(16)
-                before = nybble.overhead_ms()
+                before = nybble.overhead()
                 rates["Nybble"].append(nybble.run(args.tokens))
-                after = nybble.overhead_ms()
+                after = nybble.overhead()
                 overhead.append((after[1] - before[1]) / (after[0] - before[0]) * 1e3)
                 eight.append(nybble.concurrent(8, args.tokens))
-            print(
-                f"round {r + 1}: "
-                + ", ".join(f"{k} {v[-1]:.1f}" for k, v in rates.items())
-                + f", 8 streams {eight[-1]:.1f}"
-            )
+            last = ", ".join(f"{k} {v[-1]:.1f}" for k, v in rates.items())
+            print(f"round {r + 1}: {last}, 8 streams {eight[-1]:.1f}")
     report = table(rates, eight, overhead, ready, args)
     print(report)
     if args.write:

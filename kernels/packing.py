@@ -98,7 +98,11 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
         same_order = (w.g_idx is None) == (first.g_idx is None) and (
             w.g_idx is None or first.g_idx is None or torch.equal(w.g_idx, first.g_idx)
         )
-        if (w.k, w.group_size, w.scales.dtype) != (first.k, first.group_size, first.scales.dtype) or not same_order:
+        if (w.k, w.group_size, w.scales.dtype) != (
+            first.k,
+            first.group_size,
+            first.scales.dtype,
+        ) or not same_order:
             return None
     zeros = None
     if any(w.zeros is not None for w in weights):

@@ -52,10 +52,16 @@ def detect(device: torch.device) -> Target:
             arch = props.gcnArchName.split(":")[0]
             units = props.multi_processor_count
             rdna = arch.startswith(("gfx11", "gfx12"))
-            return Target("rocm", arch, props.name, units * 2 if rdna else units, 65536, wave=32 if rdna else 64)
+            return Target(
+                "rocm", arch, props.name, units * 2 if rdna else units, 65536, wave=32 if rdna else 64
+            )
         shared = int(getattr(props, "shared_memory_per_block_optin", 49152))
-        return Target("cuda", f"sm_{props.major}{props.minor}", props.name, props.multi_processor_count, shared)
-    raise ValueError(f"device {device.type!r}: given {device}, accepted cpu or cuda (a ROCm torch calls its GPUs cuda)")
+        return Target(
+            "cuda", f"sm_{props.major}{props.minor}", props.name, props.multi_processor_count, shared
+        )
+    raise ValueError(
+        f"device {device.type!r}: given {device}, accepted cpu or cuda (a ROCm torch calls its GPUs cuda)"
+    )
 
 
 def default_device() -> torch.device:

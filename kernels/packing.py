@@ -83,7 +83,8 @@ def pack_rows(values: torch.Tensor) -> torch.Tensor:
 def unpack_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, W] -> uint8 [R, 8 W] of values 0..15; the exact inverse of `pack_rows`."""
     rows, count = words.shape
-    data = words.contiguous().view(torch.uint8)
+    # Flat first: one column may carry any stride, contiguous or not, which a view of another type refuses.
+    data = words.reshape(-1).contiguous().view(torch.uint8).view(rows, count * (PER_WORD // 2))
     return torch.stack((data & 0xF, data >> 4), dim=-1).view(rows, count * PER_WORD)
 
 

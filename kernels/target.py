@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -38,6 +39,26 @@ class Target:
         return self.kind == "rocm" and self.arch.startswith("gfx115")
 
 
+@dataclass(frozen=True, slots=True)
+class CpuTraits:
+    """vendor as CPUID spells it ("AuthenticAMD"; "" where unknown), flags as Linux does ("avx512f")."""
+
+    vendor: str
+    flags: frozenset[str]
+
+    @property
+    def is_zen_avx512(self) -> bool:
+        """AMD with AVX-512: Zen 4 and newer."""
+        return self.vendor == "AuthenticAMD" and "avx512f" in self.flags
+
+
+@cache
+def cpu_traits(cpuinfo: str = "/proc/cpuinfo") -> CpuTraits:
+    """The first CPU of a Linux cpuinfo file; nothing known where there is none."""
+    fields = _cpu_fields(cpuinfo)
+    return CpuTraits(fields.get("vendor_id", ""), frozenset(fields.get("flags", "").split()))
+
+
 def cpu_target() -> Target:
     return Target("cpu", platform.machine(), _cpu_name(), torch.get_num_threads(), 0, wave=1)
 
@@ -59,8 +80,11 @@ def detect(device: torch.device) -> Target:
         return Target(
             "cuda", f"sm_{props.major}{props.minor}", props.name, props.multi_processor_count, shared
         )
+    if device.type == "xpu":
+        xpu = torch.xpu.get_device_properties(device)
+        return Target("xpu", f"xpu_{xpu.architecture:x}", xpu.name, xpu.max_compute_units, xpu.local_mem_size)
     raise ValueError(
-        f"device {device.type!r}: given {device}, accepted cpu or cuda (a ROCm torch calls its GPUs cuda)"
+        f"device {device.type!r}: given {device}, accepted cpu, xpu or cuda (a ROCm torch calls its GPUs cuda)"
     )
 
 
@@ -75,11 +99,19 @@ def usable_cores() -> int:
 
 
 def _cpu_name() -> str:
+    return _cpu_fields("/proc/cpuinfo").get("model name") or platform.processor() or "cpu"
+
+
+def _cpu_fields(cpuinfo: str) -> dict[str, str]:
+    """key -> value of the first CPU's block, {} when the file cannot be read."""
+    fields: dict[str, str] = {}
     try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+        with open(cpuinfo, encoding="utf-8", errors="replace") as f:
             for line in f:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
+                key, _, value = line.partition(":")
+                if not key.strip():
+                    break
+                fields[key.strip()] = value.strip()
     except OSError:
         pass
-    return platform.processor() or "cpu"
+    return fields

@@ -39,11 +39,13 @@ class LinearConfig:
 class LinearKernel(ABC):
     """One way to run a W4A16 linear layer. Stateless: `prepare` makes the state that `apply` reads.
 
-    `paths` names the routes (see route.py) this kernel can serve with the state it prepares.
+    `paths` names the routes (see route.py) this kernel can serve with the state it prepares. `added_error`: relative
+    error it adds on purpose, by rounding activations to int8 say; the self-check allows that much more.
     """
 
     name: ClassVar[str]
     paths: ClassVar[tuple[str, ...]]
+    added_error: float = 0.0
 
     @abstractmethod
     def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
@@ -60,3 +62,7 @@ class LinearKernel(ABC):
     @abstractmethod
     def nbytes(self, state: Any) -> int:
         """Resident bytes of a prepared state."""
+
+    def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        """The tile that `path` uses for M rows, in words, or None where there is none to choose."""
+        return None

@@ -306,9 +306,7 @@ def launch(
     arch = arch_of(x.device)
     gluon = _gluon_kernel() if arch.startswith(RDNA) else None
     if tile is None:
-        tile = tile_for(
-            arch, m, n, k, group_size, x.dtype, zeros is None, "skinny_rdna" if gluon else "skinny"
-        )
+        tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None, table_name(arch))
     if tile.block_k > group_size or group_size % tile.block_k:
         raise ValueError(
             f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
@@ -471,6 +469,11 @@ def given(t: torch.Tensor) -> str:
 @functools.cache
 def arch_of(device: torch.device) -> str:
     return detect(device).arch
+
+
+def table_name(arch: str) -> str:
+    """Which tile table serves `skinny_gemm` on this chip."""
+    return "skinny_rdna" if arch.startswith(RDNA) and _gluon_kernel() else "skinny"
 
 
 @functools.cache

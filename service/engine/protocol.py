@@ -6,11 +6,28 @@ Times are seconds of time.monotonic(), which all processes of one machine share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, TypeVar
 
 # Why a request ended. "stop": a stop token or stop string. "length": max_tokens or the context is full.
 # "abort": the client went away. "error": see StepOutput.error.
 FINISH_REASONS = ("stop", "length", "abort", "error")
+
+T = TypeVar("T")
+
+
+def _pickled_by_position(cls: type[T]) -> type[T]:
+    """Pickles a dataclass of two fields or more as a call with its values. Messages of every step take less than half
+    the time of the way that slotted dataclasses bring along (an Outputs of one request: 16 + 21 instead of 38 + 33
+    microseconds to write and read)."""
+    values = attrgetter(*(field.name for field in fields(cls)))  # type: ignore[arg-type]
+
+    def reduce(self: T) -> tuple[Any, ...]:
+        return cls, values(self)
+
+    cls.__reduce__ = reduce  # type: ignore[assignment, method-assign]
+    return cls
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +65,7 @@ class Request:
     arrival_s: float
 
 
+@_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token. logprob and top (best first, pairs of token id and logprob) only when asked for."""
@@ -57,12 +75,14 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step did for one request.
 
     With finish_reason "stop" the last token of `tokens` is the stop token itself, whose text is not part of the
-    answer. scheduled_s is set on a request's first output: when it left the queue.
+    answer. Set on a request's first output only: scheduled_s, when it left the queue, and cached_tokens, how many
+    prompt tokens needed no computing (prefix cache).
     """
 
     request_id: str
@@ -70,6 +90,7 @@ class StepOutput:
     finish_reason: str | None = None
     error: str | None = None
     scheduled_s: float | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +151,15 @@ class MemoryReport:
     dense_required_bytes: int = 0
     dense_budget_bytes: int = 0
     dense_state: str = "disabled"
+    dense_layers: int = 0
+    dense_build_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
     """One kind of linear layer, as GET /v1/kernels shows it.
 
-    layers names the modules, e.g. ("qkv", "x30"); routes maps a range of M to a path, e.g. {"1..": "cpu"}.
+    layer: "qkv", "o", "gate_up", "down" or "lm_head"; count: how many of the model's layers share this choice.
     """
 
     layer: str
@@ -148,15 +171,28 @@ class KernelReport:
     kernel: str
     reason: str
     declined: dict[str, str]
-    routes: dict[str, str]
+    routes: tuple[RouteReport, ...]
     nbytes: int
+
+
+@_pickled_by_position
+@dataclass(frozen=True, slots=True)
+class RouteReport:
+    """Rows first..last of M (last None: and all above) take this path, for this reason, with this tile if any."""
+
+    first_m: int
+    last_m: int | None
+    path: str
+    reason: str
+    tile: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
 
-    gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase).
+    gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
+    the seconds and M of the latest of them per (layer, path).
     """
 
     started: int = 0
@@ -173,8 +209,10 @@ class EngineStats:
     step_overhead_seconds: float = 0.0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+    gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
 
 
+@_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """All that a step produced, with the stats after it. An idle engine sends none."""
@@ -199,6 +237,7 @@ class EngineConfig:
     model is a resolved folder. max_model_len 0: the model's own, capped by what the memory plan can hold.
     kv_cache_bytes 0: what the memory plan gives. prefill_tokens: rows of one prefill chunk; while requests are
     decoding, a chunk is at most prefill_tokens_busy, so that their next token is not held up for long.
+    dense_copies: see service/memory.py's DENSE_MODES.
     """
 
     model: str
@@ -212,5 +251,6 @@ class EngineConfig:
     prefill_tokens: int = 512
     prefill_tokens_busy: int = 64
     lm_head: str = "auto"
+    dense_copies: str = "disabled"
     threads: int = 0
     gemm_sample_every: int = 32

@@ -1,0 +1,82 @@
+# make serve, make test: all that a user needs. .ci/venv.py keeps .venv ready and does nothing when it is.
+#
+#   PYTHON           the Python 3.11+ to build .venv on
+#   TORCH_SPEC       which torch (default torch==2.13.0, or the host's own ROCm or CUDA build where there is one)
+#   TORCH_INDEX_URL  the package index to take torch from, e.g. one with CPU or ROCm builds
+#   MODEL, ARGS      make serve MODEL=folder-or-hub-id ARGS="--port 8080 --dtype float32"
+#   PYTEST_ARGS      passed to pytest by every test target
+#
+# test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
+# test-packages runs the linear kernels that call a package of their own on that package.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+MODEL ?= demo
+ARGS ?=
+PYTEST_ARGS ?=
+export TORCH_SPEC TORCH_INDEX_URL
+
+READY := "$(PYTHON)" .ci/venv.py
+# The tests' tensors are tiny: more threads than this only get in each other's way.
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} .venv/bin/pytest
+CSRC := $(wildcard csrc/*.h csrc/*.hip csrc/*.cu csrc/*.cpp)
+
+# Beside .venv and without their dependencies: nothing here may bring another torch.
+ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
+	humming-kernels==0.1.20 tabulate==0.10.0 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1
+
+.PHONY: serve test test-slow test-checkpoints test-rdna test-packages test-wheel venv lint format clean
+
+serve:
+	@$(READY)
+	@exec .venv/bin/nybble serve "$(MODEL)" $(ARGS)
+
+test:
+	@$(READY) test
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow:
+	@$(READY) test
+	$(PYTEST) -m slow --ignore=tests/test_wheel.py $(PYTEST_ARGS)
+
+test-checkpoints:
+	@$(READY) test
+	$(PYTEST) -m checkpoints $(PYTEST_ARGS)
+
+test-rdna:
+	@$(READY) test
+	$(PYTEST) tests/rdna $(PYTEST_ARGS)
+
+test-packages: build/packages/.installed
+	@$(READY) test
+	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py $(PYTEST_ARGS)
+
+build/packages/.installed: Makefile
+	@$(READY) test
+	rm -rf build/packages
+	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target build/packages $(ROW_PACKAGES)
+	touch $@
+
+test-wheel:
+	@$(READY) test
+	$(PYTEST) tests/test_wheel.py $(PYTEST_ARGS)
+
+venv:
+	@$(READY) test dev
+
+lint:
+	@$(READY) dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/mypy --strict .ci/venv.py .ci/report.py
+	$(if $(CSRC),.venv/bin/clang-format --dry-run --Werror $(CSRC))
+
+format:
+	@$(READY) dev
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+	$(if $(CSRC),.venv/bin/clang-format -i $(CSRC))
+
+clean:
+	rm -rf .venv .venv.lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,131 @@
+"""The RDNA hybrid: one packed weight in the skinny layout, read by every path. On CUDA too, where it is developed.
+
+Paths: "triton", fused dequantisation in a Triton GEMM (see triton_skinny.py). The rows of the kernel table that need
+Triton stand here and import it only when they run, so that a host without it can still read the table.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from nybble.kernels.linear.config import LinearConfig, LinearKernel
+from nybble.kernels.packing import PER_WORD, W4A16Weight
+from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE, SkinnyWeight
+from nybble.kernels.target import Target
+from nybble.kernels.tiles import tile_for
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+# bf16 tensor cores and the Triton that is supported start here.
+_CUDA_FROM = 80
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def declined(config: LinearConfig, group_sizes: tuple[int, ...]) -> str | None:
+    """Why a Triton row cannot take a layer, or None: what both rows below have in common."""
+    if not has_triton():
+        return "triton is not installed (on ROCm it comes with AMD's torch; elsewhere: pip install triton)"
+    if config.dtype not in HALF_TYPES:
+        return f"activations {str(config.dtype).removeprefix('torch.')}: accepted float16, bfloat16"
+    if config.group_size not in group_sizes:
+        return f"group_size {config.group_size}: accepted {', '.join(map(str, group_sizes))}"
+    if config.act_order:
+        return "act-order: the groups of K must be consecutive"
+    return None
+
+
+class Hybrid(LinearKernel):
+    name = "hybrid"
+    paths = ("triton",)
+
+    def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
+        if not (target.is_rdna or _is_recent_cuda(target)):
+            return (
+                False,
+                f"{target.kind} {target.arch}: runs on gfx11*, gfx12* and CUDA sm_{_CUDA_FROM} or newer",
+            )
+        reason = declined(config, GROUP_SIZES)
+        if reason is not None:
+            return False, reason
+        if config.k % K_MULTIPLE:
+            return False, f"K={config.k}: accepted multiples of {K_MULTIPLE}"
+        if not config.symmetric and config.n % PER_WORD:
+            return False, f"N={config.n} with zero points: accepted multiples of {PER_WORD}"
+        return True, "one packed weight, read by every path"
+
+    def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> SkinnyWeight:
+        from nybble.kernels import skinny_layout
+        from nybble.kernels.linear.triton_skinny import arch_of
+
+        return skinny_layout.pack(weight, arch=arch_of(device), device=device)
+
+    def apply(
+        self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str
+    ) -> torch.Tensor:
+        from nybble.kernels.linear.triton_skinny import skinny_gemm
+
+        y: torch.Tensor = skinny_gemm(x, state.words, state.scales, state.zeros, bias, state.group_size)
+        return y
+
+    def nbytes(self, state: SkinnyWeight) -> int:
+        return state.nbytes
+
+    def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        from nybble.kernels.linear.triton_skinny import table_name
+
+        return _tile(config, target, m, table_name(target.arch)) if path == "triton" else None
+
+
+class TritonKN(LinearKernel):
+    """The [K, N/8] kernel: CDNA, and whatever the hybrid declines (group size 256 or one group spanning K)."""
+
+    name = "triton_kn"
+    paths = ("triton",)
+
+    def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
+        if target.kind != "rocm" and not _is_recent_cuda(target):
+            return False, f"{target.kind} {target.arch}: runs on ROCm and CUDA sm_{_CUDA_FROM} or newer"
+        reason = declined(config, (32, 64, 128, 256, config.k))
+        if reason is not None:
+            return False, reason
+        if config.n % PER_WORD:
+            return False, f"N={config.n}: accepted multiples of {PER_WORD}"
+        return True, "fused dequantisation on the [K, N/8] layout"
+
+    def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> object:
+        from nybble.kernels.linear.triton_kn import pack_kn
+
+        return pack_kn(weight, device=device)
+
+    def apply(self, state: object, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> torch.Tensor:
+        from nybble.kernels.linear.triton_kn import KNWeight, kn_gemm
+
+        assert isinstance(state, KNWeight)
+        y: torch.Tensor = kn_gemm(x, state.words, state.scales, state.zeros, bias, state.group_size)
+        return y
+
+    def nbytes(self, state: object) -> int:
+        from nybble.kernels.linear.triton_kn import KNWeight
+
+        assert isinstance(state, KNWeight)
+        return state.nbytes
+
+    def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        return _tile(config, target, m, "kn") if path == "triton" else None
+
+
+def _tile(config: LinearConfig, target: Target, m: int, kernel: str) -> str:
+    c = config
+    tile = tile_for(target.arch, m, c.n, c.k, c.group_size, c.dtype, c.symmetric, kernel)
+    split = f", K in {tile.split_k} parts" if tile.split_k > 1 else ""
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.num_warps} warps{split}"
+
+
+def _is_recent_cuda(target: Target) -> bool:
+    return target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= _CUDA_FROM

@@ -1,0 +1,95 @@
+"""Every GEMM path against the reference on one small problem, once at start.
+
+A path that is wrong on this machine (a driver, a compiler, a torch build) must be known before it answers anybody. It
+is left out of the choice, not served.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from nybble.kernels.linear import Broken, LinearConfig, LinearKernel, W4A16Linear, linear_reference
+from nybble.kernels.linear.backends import BACKENDS
+from nybble.kernels.packing import W4A16Weight, pack_rows
+from nybble.kernels.target import Target
+
+log = logging.getLogger(__name__)
+
+# Relative to the reference's norm; a wrong group, zero point or nibble order gives errors near 1.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_N, _K, _G, _M = 64, 256, 32, 3
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """passed: path -> whether every kernel that serves it here computed the reference's numbers. broken: the
+    (kernel, path) pairs that did not, with why."""
+
+    passed: dict[str, bool]
+    broken: dict[tuple[str, str], str]
+
+    @property
+    def left_out(self) -> Broken:
+        return frozenset(self.broken)
+
+
+def small_problem(symmetric: bool, seed: int = 0) -> W4A16Weight:
+    """[N=64, K=256], G=32, with scales that differ 1000-fold between groups, so that no swapped group hides."""
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, (_N, _K), generator=gen)
+    scales = 10.0 ** -(torch.rand(_N, _K // _G, generator=gen) * 3 + 1)
+    zeros = None if symmetric else torch.randint(0, 16, scales.shape, generator=gen).to(torch.uint8)
+    return W4A16Weight(pack_rows(q), scales.to(torch.float16), zeros, None, _G, _N, _K)
+
+
+def check_paths(device: torch.device, dtype: torch.dtype, target: Target) -> SelfCheck:
+    """Run every path of every kernel in the target's table that takes `dtype`, symmetric and not, with a bias."""
+    passed: dict[str, bool] = {}
+    broken: dict[tuple[str, str], str] = {}
+    for symmetric in (True, False):
+        weight = small_problem(symmetric)
+        for kernel in BACKENDS.get(target.kind, ()):
+            if not kernel.can_implement(LinearConfig.of(weight, dtype), target)[0]:
+                continue
+            for path in (*kernel.paths, "dense"):
+                problem = _problem(kernel, path, weight, dtype, device, target)
+                passed[path] = passed.get(path, True) and problem is None
+                if problem is not None:
+                    broken.setdefault((kernel.name, path), problem)
+                    log.error(
+                        "self-check on %s %s: %s, path %s: %s",
+                        target.name,
+                        target.arch,
+                        kernel.name,
+                        path,
+                        problem,
+                    )
+    return SelfCheck(passed, broken)
+
+
+def _problem(
+    kernel: LinearKernel,
+    path: str,
+    weight: W4A16Weight,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: Target,
+) -> str | None:
+    """What is wrong with one path, or None."""
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(_M, _K, generator=gen).to(dtype)
+    bias = torch.randn(_N, generator=gen).to(dtype)
+    expected = linear_reference(x, weight, bias)
+    try:
+        layer = W4A16Linear(weight, bias, dtype, device, target, kernel, dense=path == "dense")
+        y = layer.run(x.to(device), path).to("cpu", torch.float32)
+    except Exception as error:  # a path that cannot run is left out like one that is wrong
+        return f"{type(error).__name__}: {error}"
+    error_norm = float((y - expected).norm() / expected.norm())
+    tolerance = _TOLERANCE[dtype] + (0.0 if path == "dense" else kernel.added_error)
+    if error_norm <= tolerance:
+        return None
+    return f"relative error {error_norm:.3g}, accepted {tolerance:g}"

@@ -1,0 +1,346 @@
+"""Request bodies of /v1/completions and /v1/chat/completions, as OpenAI defines them, plus a few fields of other
+servers (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, return_token_ids, chat_template_kwargs).
+
+Values are strict: a string is not a number. null means the default. A field that OpenAI has and we do not support
+is accepted only with the value that changes nothing (see Unsupported); a field that nobody knows is an error.
+`user`, `safety_identifier` and `prompt_cache_key` identify a caller; they are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+
+# Refusals that carry the error object's code.
+INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
+
+Prompt = str | tuple[int, ...]
+
+
+def _invalid(message: str) -> PydanticCustomError:
+    return PydanticCustomError(INVALID, "{message}", {"message": message})
+
+
+class Unsupported:
+    """Marks a field that is accepted only with one of the values that change nothing; null always is one."""
+
+    def __init__(self, *neutral: Any) -> None:
+        self.accepted = (None, *neutral)
+
+    def check(self, value: Any) -> None:
+        if any(value == accepted and type(value) is type(accepted) for accepted in self.accepted):
+            return
+        shown = ", ".join(json.dumps(accepted) for accepted in self.accepted)
+        message = f"not supported by this server; leave it out or send {shown}"
+        raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": list(self.accepted), "description": "Not supported: only values that change nothing."}
+
+
+# --- prompts ---
+
+
+def _is_token_list(value: Any) -> bool:
+    # bool is a subclass of int, and true is not a token.
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _invalid("contains a lone surrogate, which is not a character") from None
+    return text
+
+
+def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
+    """All four forms as a tuple of prompts. Written by hand: pydantic's union would report every element of a long
+    list once per form that it is not."""
+    if isinstance(value, str):
+        prompts: list[Any] = [value]
+    elif _is_token_list(value) and value:
+        prompts = [value]
+    elif isinstance(value, list):
+        prompts = value
+    else:
+        prompts = [None]
+    if not prompts:
+        raise _invalid(
+            "is empty; give a string, a list of strings, token ids or a list of lists of token ids"
+        )
+    if len(prompts) > MAX_PROMPTS:
+        raise _invalid(f"has {len(prompts)} prompts; at most {MAX_PROMPTS} are accepted in one request")
+    if all(isinstance(prompt, str) for prompt in prompts):
+        parsed: tuple[Prompt, ...] = tuple(_text(prompt) for prompt in prompts)
+    elif all(_is_token_list(prompt) for prompt in prompts):
+        parsed = tuple(tuple(prompt) for prompt in prompts)
+    else:
+        raise _invalid(
+            "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
+        )
+    if not all(parsed):
+        raise _invalid("must not be empty")
+    return parsed
+
+
+_TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_STRING_SCHEMA = {"type": "string", "minLength": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        _STRING_SCHEMA,
+        {"type": "array", "items": _STRING_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKENS_SCHEMA,
+        {"type": "array", "items": _TOKENS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ],
+    "description": "A string, a list of strings, token ids, or a list of lists of token ids.",
+}
+Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
+# --- stop strings and logit bias ---
+
+
+def _parse_stop(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _invalid("must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise _invalid(f"has {len(stops)} stop strings; at most {MAX_STOP_STRINGS} are accepted")
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise _invalid(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    return tuple(_text(stop) for stop in stops)
+
+
+_ONE_STOP_SCHEMA = _STRING_SCHEMA | {"maxLength": MAX_STOP_CHARS}
+_STOP_SCHEMA = {
+    "anyOf": [
+        _ONE_STOP_SCHEMA,
+        {"type": "array", "items": _ONE_STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
+        {"type": "null"},
+    ],
+    "description": "The answer ends before any of these strings.",
+}
+Stop = Annotated[tuple[str, ...], PlainValidator(_parse_stop), WithJsonSchema(_STOP_SCHEMA)]
+
+
+def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise _invalid("must be an object from token ids to numbers from -100 to 100")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise _invalid(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are accepted")
+    return tuple(_parse_bias(key, bias) for key, bias in value.items())
+
+
+def _parse_bias(key: str, bias: Any) -> tuple[int, float]:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise _invalid(f"has the key {key[:50]!r}; keys are token ids")
+    if type(bias) not in (int, float) or not -100 <= bias <= 100:
+        raise _invalid(f"for token {key} must be a number from -100 to 100")
+    return int(key), float(bias)
+
+
+_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+        {"type": "null"},
+    ],
+    "description": "Added to the logits of these token ids.",
+}
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...], PlainValidator(_parse_logit_bias), WithJsonSchema(_BIAS_SCHEMA)
+]
+
+
+# --- messages ---
+
+Role = Literal["system", "developer", "user", "assistant"]
+
+
+def _parse_content(value: Any) -> str:
+    """A string, or text parts, joined by newlines as the usual templates expect one string."""
+    if isinstance(value, str):
+        return _text(value)
+    if not isinstance(value, list) or not value:
+        raise _invalid("must be a string or a list of text parts")
+    return "\n".join(_parse_part(part) for part in value)
+
+
+def _parse_part(part: Any) -> str:
+    if not isinstance(part, dict):
+        raise _invalid('must be a string or a list of parts such as {"type": "text", "text": "..."}')
+    if part.get("type") != "text":
+        kind = str(part.get("type"))[:50]
+        raise PydanticCustomError(
+            UNSUPPORTED,
+            "{message}",
+            {"message": f"has a part of type {kind!r}; only text parts are supported"},
+        )
+    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise _invalid('has a text part that is not of the form {"type": "text", "text": "..."}')
+    return _text(part["text"])
+
+
+_CONTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+                "additionalProperties": False,
+            },
+        },
+    ]
+}
+Content = Annotated[str, PlainValidator(_parse_content), WithJsonSchema(_CONTENT_SCHEMA)]
+
+
+def _known_role(value: Any) -> Any:
+    if value in ("tool", "function"):
+        raise PydanticCustomError(
+            UNSUPPORTED,
+            "{message}",
+            {"message": f"{value!r} is not supported: this server has no tool calls"},
+        )
+    if value not in get_args(Role):
+        raise _invalid(f"must be one of {', '.join(get_args(Role))}")
+    return value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class ChatMessage(_Strict):
+    role: Annotated[Role, BeforeValidator(_known_role)]
+    content: Content
+    name: str | None = Field(None, max_length=256)
+    # What an answer of ours holds beside its text, for a client that sends it back as it came.
+    refusal: Annotated[Any, Unsupported()] = None
+    annotations: Annotated[Any, Unsupported([])] = None
+    audio: Annotated[Any, Unsupported()] = None
+    function_call: Annotated[Any, Unsupported()] = None
+    tool_calls: Annotated[Any, Unsupported([])] = None
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage and no choices.")
+    include_obfuscation: Annotated[Any, Unsupported(False)] = None
+
+
+# --- the two requests ---
+
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class SamplingFields(_Strict):
+    """What both requests share. None: the default."""
+
+    model: str | None = Field(None, description="A name from /v1/models; may be left out.")
+    temperature: float | None = Field(
+        None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy. Default 1."
+    )
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False, description="Default 1 (off).")
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1 is off, the default.")
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False, description="Default 0 (off).")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Answers per prompt. Default 1.")
+    stop: Stop = ()
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_STOP_TOKEN_IDS, description="The answer ends before any of these tokens."
+    )
+    seed: Seed | None = Field(None, description="Makes sampling repeatable; choice i uses seed + i.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    logit_bias: LogitBias = ()
+    ignore_eos: bool | None = Field(None, description="Go on after the model's end-of-sequence tokens.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(
+        None, description="Add token_ids to every choice, and prompt_token_ids."
+    )
+    user: str | None = Field(None, description="Accepted, no effect.")
+    safety_identifier: str | None = Field(None, description="Accepted, no effect.")
+    prompt_cache_key: str | None = Field(None, description="Accepted, no effect.")
+
+
+MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompts
+    max_tokens: MaxTokens | None = Field(
+        None, description="At most this many tokens, and no more than the context leaves. Default 16."
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Report log probabilities, of this many alternatives too."
+    )
+    echo: bool | None = Field(None, description="Put the prompt before the answer.")
+    best_of: Annotated[Any, Unsupported(1)] = None
+    suffix: Annotated[Any, Unsupported("")] = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens.")
+    max_completion_tokens: MaxTokens | None = Field(
+        None, description="At most this many tokens, and no more than the context leaves. Default: all of it."
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs logprobs: true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=64, description="More variables for the model's chat template."
+    )
+    audio: Annotated[Any, Unsupported()] = None
+    function_call: Annotated[Any, Unsupported("none", "auto")] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    metadata: Annotated[Any, Unsupported({})] = None
+    modalities: Annotated[Any, Unsupported(["text"])] = None
+    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
+    prediction: Annotated[Any, Unsupported()] = None
+    prompt_cache_retention: Annotated[Any, Unsupported()] = None
+    reasoning_effort: Annotated[Any, Unsupported()] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
+    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
+    store: Annotated[Any, Unsupported(False)] = None
+    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
+    tools: Annotated[Any, Unsupported([])] = None
+    verbosity: Annotated[Any, Unsupported()] = None
+    web_search_options: Annotated[Any, Unsupported()] = None

@@ -1,0 +1,352 @@
+"""`nybble quantize`: a 16-bit model (GGUF file or Hugging Face folder) to a compressed-tensors W4A16 folder.
+
+Linear layers of the decoder become int4; embeddings, norms, the head and routers stay 16-bit. Tensors pass one at a
+time, so memory stays at one shard plus the largest tensor. The folder appears under its name only when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
+from nybble.service.checkpoints.calibration import importance, text_tokens
+from nybble.service.checkpoints.files import TensorFiles, read_json
+from nybble.service.checkpoints.gguf import GgufSource
+from nybble.service.checkpoints.rounding import quantize_tensor
+from nybble.service.errors import CheckpointError
+
+__all__ = ["QuantizeOptions", "quantize", "quantize_tensor"]
+
+GROUP_SIZES = (32, 64, 128)
+SHARD_BYTES = 2 * 10**9
+SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*\.weight")
+ROUTERS = (
+    "gate",
+    "router",
+    "shared_expert_gate",
+)  # of mixtures of experts: tiny, and decide which expert runs
+SIXTEEN_BIT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """How to quantise.
+
+    group_size 32, 64 or 128 weights share a scale. symmetric: no zero points. calibrate: weight rounding errors by
+    activations measured on a short built-in text (one pass of the 16-bit model); False rounds by the weights alone.
+    """
+
+    group_size: int = 32
+    symmetric: bool = False
+    calibrate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(
+                f"group_size: given {self.group_size}, accepted {', '.join(map(str, GROUP_SIZES))}"
+            )
+
+
+class Source(Protocol):
+    """A 16-bit model to quantise: tensors under their Hugging Face names. dtype: what 16-bit tensors are written in."""
+
+    config: dict[str, Any]
+    dtype: torch.dtype
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def nbytes(self, name: str) -> int: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def write_files(self, folder: Path) -> None: ...
+
+
+class FolderSource:
+    """A Hugging Face folder of 16-bit (or float32) safetensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.config = read_json(folder / "config.json")
+        for key in ("quantization_config", "compression_config"):
+            if self.config.get(key):
+                method = self.config[key].get("quant_method")
+                raise CheckpointError(
+                    f"{folder}: already quantised ({key}: {method}); accepted a 16-bit folder or a GGUF file"
+                )
+        self._files = TensorFiles(folder)
+        declared = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
+        self.dtype = SIXTEEN_BIT.get(declared.removeprefix("torch."), torch.bfloat16)
+
+    def names(self) -> list[str]:
+        return self._files.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(name)
+
+    def nbytes(self, name: str) -> int:
+        return self._files.nbytes(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._files.tensor(name)
+
+    def write_files(self, folder: Path) -> None:
+        """Tokenizer, generation config and chat template, byte for byte."""
+        for path in sorted({path for pattern in SIDE_FILES for path in self._folder.glob(pattern)}):
+            if path.name != "config.json" and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+
+
+def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progress: bool = True) -> None:
+    """Quantise the model at src (a .gguf file or a 16-bit folder) into the new folder dst.
+
+    dst may exist if empty. It is filled under a temporary name beside it and renamed at the end: an interrupted run
+    leaves no dst, and of two runs at once one wins and the other raises. progress shows bars on stderr. Raises
+    CheckpointError, naming the module or file and the remedy.
+    """
+    options = options or QuantizeOptions()
+    refuse_filled(dst)
+    source = open_source(src)
+    modules = _modules(source, options.group_size, src)
+    with staging(dst) as folder:
+        source.write_files(folder)
+        weights = _importance(source, modules, folder, progress) if options.calibrate else {}
+        _write_tensors(source, modules, weights, options, folder, progress)
+        _write_config(source, modules, options, folder)
+
+
+def open_source(src: Path) -> Source:
+    """The model at a path. Raises CheckpointError when it is neither a GGUF file nor a 16-bit folder."""
+    if src.is_dir():
+        return FolderSource(src)
+    if src.is_file():
+        return GgufSource(src)
+    raise CheckpointError(
+        f"{src}: no such file or folder; accepted a .gguf file or a 16-bit Hugging Face folder"
+    )
+
+
+def refuse_filled(dst: Path) -> None:
+    """Raises CheckpointError when dst is anything but absent or an empty folder."""
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError(
+            f"{dst}: already exists and is not an empty folder; remove it or choose another name"
+        )
+
+
+@contextmanager
+def staging(dst: Path) -> Iterator[Path]:
+    """A temporary folder beside dst that becomes dst when the block ends well and vanishes when it does not."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", suffix=".partial", dir=dst.parent))
+    try:
+        yield folder
+        _share(folder)
+        try:
+            os.rename(folder, dst)  # replaces an empty folder, fails on a filled one
+        except OSError as error:
+            raise CheckpointError(
+                f"{dst}: another run filled this folder in the meantime ({error})"
+            ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Give folder and files the permissions of newly made ones: temporary folders and safetensors make theirs private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~mask)
+
+
+def _modules(source: Source, group_size: int, src: Path) -> list[str]:
+    """Names of the linear modules to quantise. Raises CheckpointError for one that the group size does not fit."""
+    modules = []
+    for name in source.names():
+        module = name.removesuffix(".weight")
+        shape = source.shape(name)
+        if not LAYER_WEIGHT.fullmatch(name) or len(shape) != 2 or module.rpartition(".")[2] in ROUTERS:
+            continue
+        if shape[1] % group_size:
+            fitting = [str(g) for g in GROUP_SIZES if shape[1] % g == 0]
+            raise CheckpointError(
+                f"{src}: module {module}: K={shape[1]} is no multiple of group_size {group_size}; "
+                f"accepted for this module: {', '.join(fitting) or 'none'}"
+            )
+        modules.append(module)
+    if not modules:
+        raise CheckpointError(f"{src}: no linear layers found under model.layers.N; is this a decoder model?")
+    return modules
+
+
+def _importance(source: Source, modules: list[str], folder: Path, progress: bool) -> dict[str, torch.Tensor]:
+    total = sum(source.nbytes(name) for name in source.names() if name != "lm_head.weight")
+    with _bar("calibrate", total, progress) as bar:
+        return importance(
+            source.config,
+            source.tensor,
+            set(modules),
+            text_tokens(folder),
+            lambda name: bar.update(source.nbytes(name)),
+        )
+
+
+def _write_tensors(
+    source: Source,
+    modules: list[str],
+    weights: dict[str, torch.Tensor],
+    options: QuantizeOptions,
+    folder: Path,
+    progress: bool,
+) -> None:
+    shards = _Shards(folder)
+    quantised = set(modules)
+    names = source.names()
+    with _bar("quantise", sum(source.nbytes(name) for name in names), progress) as bar:
+        for name in names:
+            value = source.tensor(name)
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and module in quantised:
+                shards.add(_packed(module, value, weights.get(module), options, source.dtype))
+            else:
+                shards.add({name: value.to(source.dtype) if value.dtype == torch.float32 else value})
+            bar.update(source.nbytes(name))
+    shards.finish()
+
+
+def _packed(
+    module: str,
+    value: torch.Tensor,
+    weights: torch.Tensor | None,
+    options: QuantizeOptions,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    try:
+        weight = quantize_tensor(value, options.group_size, options.symmetric, weights, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"module {module}: {error}") from error
+    return pack_quantized(module, weight)
+
+
+def pack_quantized(module: str, weight: W4A16Weight) -> dict[str, torch.Tensor]:
+    """The tensors of one layer as compressed-tensors spells them (see compressed_tensors.py)."""
+    tensors = {
+        f"{module}.weight_packed": weight.q,
+        f"{module}.weight_scale": weight.scales,
+        f"{module}.weight_shape": torch.tensor([weight.n, weight.k]),
+    }
+    if weight.zeros is not None:
+        padded = torch.nn.functional.pad(weight.zeros, (0, 0, 0, -weight.n % PER_WORD))
+        tensors[f"{module}.weight_zero_point"] = pack_rows(padded.t().contiguous()).t().contiguous()
+    return tensors
+
+
+class _Shards:
+    """safetensors files of at most SHARD_BYTES (one tensor more at worst), and their index when there are several."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+        self._written: list[list[str]] = []
+        self._total = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self._pending and self._bytes + size > SHARD_BYTES:
+            self._flush()
+        self._pending |= {name: t.contiguous() for name, t in tensors.items()}
+        self._bytes += size
+        self._total += size
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._written)
+        if count == 1:
+            self._part(1).rename(self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._written, start=1):
+            file = f"model-{i:05}-of-{count:05}.safetensors"
+            self._part(i).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        _write_json(self._folder / "model.safetensors.index.json", index)
+
+    def _part(self, i: int) -> Path:
+        return self._folder / f"part-{i}"
+
+    def _flush(self) -> None:
+        self._written.append(sorted(self._pending))
+        save_file(self._pending, self._part(len(self._written)), metadata={"format": "pt"})
+        self._pending, self._bytes = {}, 0
+
+
+def _write_config(source: Source, modules: list[str], options: QuantizeOptions, folder: Path) -> None:
+    config = dict(source.config)
+    dtype = str(source.dtype).removeprefix("torch.")
+    config["dtype"] = dtype
+    if "torch_dtype" in config:
+        config["torch_dtype"] = dtype
+    config["quantization_config"] = quantization_config(options, _left_out(source, modules))
+    _write_json(folder / "config.json", config)
+
+
+def quantization_config(options: QuantizeOptions, ignore: list[str]) -> dict[str, Any]:
+    """What compressed-tensors, vLLM and transformers read in config.json."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": options.symmetric,
+        "strategy": "group",
+        "group_size": options.group_size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "mse",
+        "observer_kwargs": {},
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _left_out(source: Source, modules: list[str]) -> list[str]:
+    """Linear modules that stay 16-bit: the head (tied ones too, which have no tensor of their own) and routers."""
+    routers = (
+        name.removesuffix(".weight")
+        for name in source.names()
+        if LAYER_WEIGHT.fullmatch(name)
+        and len(source.shape(name)) == 2
+        and name.removesuffix(".weight") not in modules
+    )
+    return ["lm_head", *routers]
+
+
+def _bar(what: str, total: int, progress: bool) -> Any:
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,145 @@
+"""The command line. Exit codes: 0, 1 for an error at run time, 2 for wrong usage.
+
+Modules are imported by the command that needs them: the engine process imports this file too, when it starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from nybble.service.errors import ConfigError, NybbleError
+from nybble.service.settings import Settings, flag_name, load_settings
+
+EXIT_RUNTIME, EXIT_USAGE = 1, 2
+
+app = typer.Typer(
+    name="nybble",
+    help="Serves one 4-bit (W4A16) language model over HTTP.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    try:
+        app()
+    except NybbleError as error:
+        print(f"nybble: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_RUNTIME)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class UsageError(ConfigError):
+    """A flag or environment variable that is not accepted."""
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from nybble.service.api.state import nybble_version
+
+        print(f"nybble {nybble_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _options_of_settings(command: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+    """Gives a command one option per field of Settings, so that each is described in one place only.
+
+    Values stay text here: Settings parses flags and environment variables alike.
+    """
+
+    def call(**flags: Any) -> None:
+        command(flags)
+
+    parameters = [_parameter(name, field) for name, field in Settings.model_fields.items()]
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _parameter(name: str, field: Any) -> inspect.Parameter:
+    help_text = field.description
+    if name == "model":
+        info = typer.Argument(help=help_text, metavar="MODEL", show_default=False)
+    else:
+        default = f" Default: {field.default}." if field.default != "" else ""
+        info = typer.Option(flag_name(name), help=help_text + default, show_default=False)
+    annotation = Annotated[str | None, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+@app.command()
+@_options_of_settings
+def serve(flags: dict[str, Any]) -> None:
+    """Serve MODEL over HTTP. Every option is also an environment variable: --port is NYBBLE_PORT."""
+    try:
+        settings = load_settings(flags)
+    except ConfigError as error:
+        raise UsageError(error.message) from None
+    from nybble.service import logs, server
+
+    logs.configure_logging(settings.log_level.upper())
+    server.run(settings, find_model(settings.model))
+
+
+def find_model(model: str) -> str:
+    """The folder of MODEL. A folder is taken as it is; anything else is found, or made, by a process of its own.
+
+    Finding may convert weights, which needs torch; this process must stay without it.
+    """
+    if Path(model).is_dir():
+        return model
+    command = [sys.executable, "-P", "-m", "nybble.service", "resolve", model]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = found.stdout.split("\n")
+    if found.returncode != 0 or len(lines) < 2:
+        # It has said why.
+        raise typer.Exit(EXIT_RUNTIME)
+    return lines[-2]
+
+
+@app.command(hidden=True)
+def resolve(model: str) -> None:
+    """Print the folder of MODEL, after fetching or converting it if need be."""
+    from nybble.service.checkpoints import resolve as find
+
+    print(find(model))
+
+
+@app.command()
+def quantize(
+    src: Annotated[Path, typer.Argument(help="A GGUF file or a folder with 16-bit weights.")],
+    dst: Annotated[Path, typer.Argument(help="The folder to write; it must be empty or not exist yet.")],
+    group_size: Annotated[
+        Literal["32", "64", "128"], typer.Option(help="Input channels that share one scale.")
+    ] = "32",
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option(help="Weigh rounding errors by activations measured on a short built-in text.")
+    ] = True,
+) -> None:
+    """Turn 16-bit or GGUF weights into a W4A16 folder (compressed-tensors)."""
+    from nybble.service.checkpoints.quantize import QuantizeOptions
+    from nybble.service.checkpoints.quantize import quantize as run
+
+    run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))

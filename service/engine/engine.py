@@ -1,0 +1,148 @@
+"""The engine: add requests, step, take tokens. A plain class; service/engine/process.py puts it into a process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from time import perf_counter
+
+from nybble.kernels.linear import RECORDER
+from nybble.service.engine.kv_blocks import BlockPool
+from nybble.service.engine.protocol import (
+    EngineConfig,
+    EngineInfo,
+    EngineStats,
+    Outputs,
+    Request,
+    StepOutput,
+    Token,
+)
+from nybble.service.engine.runner import Runner
+from nybble.service.engine.scheduler import Scheduler
+from nybble.service.engine.sequence import Sequence
+
+
+class Engine:
+    """Continuous batching over one model.
+
+        add(request) ... step() -> Outputs ... abort(id)
+
+    Nothing a request carries can raise out of `step`: what cannot be served ends that request alone, with
+    finish_reason "error" and a sentence.
+    """
+
+    def __init__(self, runner: Runner, info: EngineInfo, config: EngineConfig) -> None:
+        self.info = info
+        self._runner = runner
+        self._config = config
+        self._scheduler = Scheduler(
+            BlockPool(info.kv_blocks),
+            info.block_size,
+            info.max_running,
+            config.prefill_tokens,
+            config.prefill_tokens_busy,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._refused: list[StepOutput] = []
+        self._finished: Counter[str] = Counter()
+        self._started = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._nonfinite = 0
+        self._steps = 0
+        self._overhead_seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._refused)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run is answered by the next step's outputs."""
+        self._started += 1
+        problem = self._problem(request)
+        if problem is not None:
+            self._finished["error"] += 1
+            self._refused.append(StepOutput(request.request_id, finish_reason="error", error=problem))
+            return
+        sequence = Sequence(request, self.info.eos_token_ids)
+        self._sequences[request.request_id] = sequence
+        self._prompt_tokens += sequence.prompt_len
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """Forget a request and free its blocks; an id that is not running is ignored, since it may just have ended."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+            self._finished[reason] += 1
+
+    def step(self) -> Outputs:
+        """Run one step for everything that is running."""
+        started = perf_counter()
+        forward_before = self._runner.forward_seconds
+        outputs, self._refused = self._refused, []
+        every = self._config.gemm_sample_every
+        RECORDER.sampling = every > 0 and self._steps % every == 0
+        step = self._scheduler.schedule()
+        for sequence, token in self._runner.run(step) if step else ():
+            outputs.append(self._advance(sequence, token))
+        self._steps += 1
+        stats = self.stats()
+        self._overhead_seconds += perf_counter() - started - (self._runner.forward_seconds - forward_before)
+        return Outputs(tuple(outputs), stats)
+
+    def stats(self) -> EngineStats:
+        """A consistent snapshot; takes the GEMM samples gathered since the last one."""
+        scheduler = self._scheduler
+        return EngineStats(
+            started=self._started,
+            finished=dict(self._finished),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=scheduler.preemptions,
+            nonfinite=self._nonfinite,
+            kv_usage_ratio=scheduler.pool.usage_ratio,
+            steps=self._steps,
+            step_overhead_seconds=self._overhead_seconds,
+            gemm_calls=dict(RECORDER.calls),
+            gemm_samples=RECORDER.take_samples(),
+            gemm_latest=RECORDER.take_latest(),
+        )
+
+    def _problem(self, request: Request) -> str | None:
+        """Why a request can never run, or None. The API checks first; this keeps the engine alive regardless."""
+        limit = self.info.max_model_len
+        if request.request_id in self._sequences:
+            return f"request id {request.request_id!r} is already running"
+        if not request.prompt:
+            return "the prompt is empty: accepted at least 1 token"
+        if len(request.prompt) >= limit:
+            return (
+                f"the prompt has {len(request.prompt)} tokens: accepted at most {limit - 1} (context {limit})"
+            )
+        ids = (*request.prompt, *(i for i, _ in request.sampling.logit_bias))
+        if min(ids) < 0 or max(ids) >= self.info.vocab_size:
+            return f"token ids {min(ids)}..{max(ids)}: accepted 0..{self.info.vocab_size - 1}"
+        if request.sampling.max_tokens < 1:
+            return f"max_tokens is {request.sampling.max_tokens}: accepted at least 1"
+        return None
+
+    def _advance(self, sequence: Sequence, token: Token | None) -> StepOutput:
+        first = sequence.scheduled_s if sequence.output_len == 0 else None
+        if token is None:
+            self._nonfinite += 1
+            self._finish(sequence, "error")
+            message = "the model's logits are not finite numbers for this prompt: the answer was stopped"
+            return StepOutput(sequence.id, finish_reason="error", error=message, scheduled_s=first)
+        sequence.append(token.token_id)
+        self._generation_tokens += 1
+        reason = sequence.finish_reason(self.info.max_model_len)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return StepOutput(sequence.id, (token,), reason, scheduled_s=first)
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        del self._sequences[sequence.id]
+        self._scheduler.remove(sequence)
+        self._finished[reason] += 1

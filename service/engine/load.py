@@ -1,0 +1,233 @@
+"""From an EngineConfig to a running Engine: device, weights, memory plan, KV cache, self-check."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from nybble.kernels.attention import CacheShape, backend_for
+from nybble.kernels.linear import W4A16Linear, dense_bytes
+from nybble.kernels.selfcheck import check_paths
+from nybble.kernels.target import Target, default_device, detect, usable_cores
+from nybble.service.checkpoints import Checkpoint, open_checkpoint
+from nybble.service.engine.engine import Engine
+from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
+from nybble.service.engine.runner import Runner
+from nybble.service.errors import CheckpointError, ConfigError
+from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
+from nybble.service.models import Decoder, DecoderConfig, load, read_config
+from nybble.service.models.decoder import HeadQuantizer, block_modules
+
+log = logging.getLogger(__name__)
+
+OnBytes = Callable[[int, int], None]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# Output head by --lm-head: how a 16-bit head is kept. Group size and symmetry of the int4 one.
+HEADS = ("auto", "keep", "int4")
+HEAD_GROUP_SIZE = 32
+
+
+def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engine:
+    """Load config.model and return an engine that is ready to step.
+
+    Raises CheckpointError and ConfigError for what the user must change, ValueError when no kernel that passed its
+    self-check can run a layer.
+    """
+    started = perf_counter()
+    device = _device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads or usable_cores())
+    target = detect(device)
+    readings = _readings(device)
+    folder = Path(config.model)
+    with open_checkpoint(folder, on_bytes) as checkpoint:
+        model_config = read_config(checkpoint.config, folder)
+        dtype = _dtype(config.dtype, model_config, device)
+        attention = backend_for(target)
+        positions = config.max_model_len or model_config.max_positions
+        head = _head_quantizer(config.lm_head, model_config, dtype, target)
+        # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
+        # layers get dense copies has to be known while they are made.
+        expected = replace(
+            _needs(config, model_config, checkpoint.total_bytes, dtype),
+            dense_bytes=_dense_bytes(checkpoint, model_config, dtype, target),
+        )
+        first_plan = make_plan(readings, expected)
+        dense = first_plan.dense_state == "enabled"
+        selfcheck = check_paths(device, dtype, target)
+        length = min(positions, model_config.max_positions)
+        model = load(
+            model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
+        )
+        _refuse_unread(checkpoint, model_config)
+
+    needs = _needs(config, model_config, model.nbytes, dtype)
+    mode = "enabled" if dense else "disabled"
+    plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
+    attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
+    runner = Runner(model, device)
+    runner.warm_up()
+    if device.type == "cpu" and not config.threads:
+        log.info("%d CPU threads: the fastest for one decode row here", runner.choose_threads(usable_cores()))
+    info = EngineInfo(
+        model=str(folder),
+        architecture=model_config.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        target=f"{target.name} ({target.arch})",
+        max_model_len=plan.max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        kv_blocks=plan.kv_blocks,
+        block_size=config.block_size,
+        max_running=config.max_running,
+        load_seconds=perf_counter() - started,
+        memory=MemoryReport(
+            plan.budget_bytes,
+            plan.pools,
+            dense_required_bytes=expected.dense_bytes,
+            dense_budget_bytes=first_plan.dense_budget_bytes,
+            dense_state=first_plan.dense_state,
+            dense_layers=model.dense_layers,
+            dense_build_seconds=model.dense_build_seconds,
+        ),
+        kernels=_reports(model),
+        selfcheck=selfcheck.passed,
+    )
+    return Engine(runner, info, config)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return default_device()
+    if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
+        raise ConfigError(
+            f"--device is {name!r}: accepted auto, cpu, cuda or cuda:N (ROCm GPUs are cuda to torch)"
+        )
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device is {name!r}, but torch {torch.__version__} sees no GPU: use cpu or install its build"
+        )
+    return torch.device(name)
+
+
+def _dtype(name: str, model: DecoderConfig, device: torch.device) -> torch.dtype:
+    """auto: what the checkpoint computes in, bfloat16 unless it says float16; on a CPU always bfloat16, since the int4
+    GEMM there is 30 times slower in float16."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise ConfigError(f"--dtype is {name!r}: accepted auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    return torch.float16 if model.dtype == "float16" and device.type != "cpu" else torch.bfloat16
+
+
+def _readings(device: torch.device) -> Readings:
+    host = read_host_available()
+    if device.type == "cpu":
+        return Readings(host)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Readings(host, free)
+
+
+def _head_quantizer(
+    mode: str, model: DecoderConfig, dtype: torch.dtype, target: Target
+) -> HeadQuantizer | None:
+    """auto: int4 on a CPU in bfloat16, where the head is a third of a small model's bytes; kept elsewhere."""
+    if mode not in HEADS:
+        raise ConfigError(f"--lm-head is {mode!r}: accepted {', '.join(HEADS)}")
+    int4 = mode == "int4" or (mode == "auto" and target.kind == "cpu" and dtype is torch.bfloat16)
+    if not int4:
+        return None
+    if model.hidden_size % HEAD_GROUP_SIZE:
+        if mode == "auto":
+            return None
+        raise ConfigError(
+            f"--lm-head int4: hidden_size {model.hidden_size} is no multiple of {HEAD_GROUP_SIZE}: use keep"
+        )
+    from nybble.service.checkpoints.quantize import quantize_tensor
+
+    return partial(quantize_tensor, group_size=HEAD_GROUP_SIZE, symmetric=False)
+
+
+def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
+    """A tensor nobody asked for means that the file describes another model than config.json does."""
+    tied = ("lm_head.",) if model.tie_word_embeddings else ()
+    unread = [
+        n for n in checkpoint.unread() if not n.startswith(tied) and not n.endswith("rotary_emb.inv_freq")
+    ]
+    if unread:
+        shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensors that {model.architecture} with this config.json does not use: {shown}; "
+            "config.json and the weights do not belong together"
+        )
+
+
+def _cache_shape(config: EngineConfig, m: DecoderConfig, dtype: torch.dtype, blocks: int) -> CacheShape:
+    return CacheShape(m.layers, blocks, config.block_size, m.kv_heads, m.head_dim, dtype)
+
+
+def _dense_bytes(checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target) -> int:
+    """What copies of all int4 layers of the blocks would take."""
+    return sum(
+        dense_bytes(n, k, dtype, target)
+        for module, (n, k) in block_modules(m).items()
+        if checkpoint.quantized(module)
+    )
+
+
+def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: torch.dtype) -> MemoryNeeds:
+    widest = max(2 * m.intermediate_size, (m.heads + 2 * m.kv_heads) * m.head_dim)
+    rows = config.prefill_tokens * (2 * widest + 4 * m.hidden_size) * dtype.itemsize
+    logits = config.max_running * m.vocab_size * 4 * 4
+    mask = config.prefill_tokens * m.max_positions * dtype.itemsize
+    return MemoryNeeds(
+        weights_bytes=weights_bytes,
+        workspace_bytes=rows + logits + mask,
+        block_bytes=_cache_shape(config, m, dtype, 1).block_bytes,
+        block_size=config.block_size,
+        model_positions=m.max_positions,
+        max_model_len=config.max_model_len,
+        max_running=config.max_running,
+        kv_cache_bytes=config.kv_cache_bytes,
+        memory_fraction=config.memory_fraction,
+        dense_mode=config.dense_copies,
+    )
+
+
+def _reports(model: Decoder) -> tuple[KernelReport, ...]:
+    """One row per layer kind and distinct kernel choice, for GET /v1/kernels."""
+    reports = []
+    for kind, layers in model.linears.items():
+        groups: dict[object, list[W4A16Linear]] = {}
+        for layer in layers:
+            if isinstance(layer, W4A16Linear):
+                groups.setdefault((layer.config, layer.kernel.name), []).append(layer)
+        for same in groups.values():
+            first = same[0]
+            reports.append(
+                KernelReport(
+                    layer=kind,
+                    count=len(same),
+                    n=first.config.n,
+                    k=first.config.k,
+                    group_size=first.config.group_size,
+                    symmetric=first.config.symmetric,
+                    kernel=first.kernel.name,
+                    reason=first.selection.reason,
+                    declined=first.selection.declined,
+                    routes=tuple(
+                        RouteReport(r.first, r.last, r.path, r.reason, r.tile) for r in first.routes()
+                    ),
+                    nbytes=sum(layer.nbytes for layer in same),
+                )
+            )
+    return tuple(reports)

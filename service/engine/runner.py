@@ -1,0 +1,106 @@
+"""One step on the device: rows in, tokens out."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from nybble.kernels.attention import Span
+from nybble.kernels.linear import RECORDER
+from nybble.service.engine.protocol import Token
+from nybble.service.engine.sampler import sample
+from nybble.service.engine.scheduler import Chunk, Step
+from nybble.service.engine.sequence import Sequence
+from nybble.service.models import Batch, Decoder
+
+_STEPS_PER_THREAD_COUNT = 8
+
+
+class Runner:
+    """Runs a step's decode rows and its prefill chunks as two forward passes: they take different GEMM paths, and the
+    decode pass has a fixed shape per batch size.
+
+    forward_seconds adds up the time inside the model, so that the engine can tell its own overhead.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.forward_seconds = 0.0
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> list[tuple[Sequence, Token | None]]:
+        """The next token of every sequence that got one; None where its logits were not finite."""
+        results: list[tuple[Sequence, Token | None]] = []
+        if step.decode:
+            results += self._pass("decode", [Chunk(s, 1) for s in step.decode])
+        if step.prefill:
+            results += self._pass("prefill", step.prefill)
+        return results
+
+    def warm_up(self) -> None:
+        """One row through the model, so that no first request pays for lazy initialisation. Uses block 0, free then."""
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self.model.forward(Batch(row, row, [Span(1, 1, [0])]))
+        RECORDER.reset()
+
+    def choose_threads(self, most: int) -> int:
+        """Set torch's CPU threads to the count, up to `most`, at which a decode step is fastest here and now.
+
+        More threads are not always faster: a small model's GEMM takes 20 us, less than waking a thread that has no core
+        to itself. Measured, because neither the core count nor the load average says how many cores are idle.
+        """
+        counts = sorted({1, *(n for n in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n < most), most})
+        best, best_seconds = 1, float("inf")
+        for count in counts:
+            torch.set_num_threads(count)
+            self.warm_up()
+            seconds = min(self._timed_step() for _ in range(_STEPS_PER_THREAD_COUNT))
+            if seconds < best_seconds * 0.95:
+                best, best_seconds = count, seconds
+            elif seconds > best_seconds * 1.5:
+                break
+        torch.set_num_threads(best)
+        RECORDER.reset()
+        return best
+
+    def _timed_step(self) -> float:
+        started = perf_counter()
+        self.warm_up()
+        return perf_counter() - started
+
+    def _pass(self, phase: str, chunks: list[Chunk]) -> list[tuple[Sequence, Token | None]]:
+        ids: list[int] = []
+        positions: list[int] = []
+        spans = []
+        last_rows = []
+        done = []
+        for chunk in chunks:
+            s = chunk.sequence
+            stop = s.computed + chunk.count
+            ids += s.tokens[s.computed : stop]
+            positions += range(s.computed, stop)
+            spans.append(Span(chunk.count, stop, s.blocks))
+            if chunk.completes:
+                last_rows.append(len(ids) - 1)
+                done.append(s)
+        rows = (
+            None
+            if len(last_rows) == len(ids)
+            else torch.tensor(last_rows, dtype=torch.int64, device=self.device)
+        )
+        batch = Batch(
+            torch.tensor(ids, dtype=torch.int64, device=self.device),
+            torch.tensor(positions, dtype=torch.int64, device=self.device),
+            spans,
+            rows,
+        )
+        RECORDER.phase = phase
+        started = perf_counter()
+        logits = self.model.forward(batch)
+        self.forward_seconds += perf_counter() - started
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.count
+        return list(zip(done, sample(logits, done), strict=True)) if done else []

@@ -1,0 +1,74 @@
+"""One request inside the engine. No torch here: scheduling is bookkeeping."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from nybble.service.engine.protocol import Request
+
+
+class Sequence:
+    """A request's tokens and how far they are computed.
+
+    tokens       prompt, then generated ids
+    computed     leading tokens whose keys and values are in the cache
+    blocks       KV block numbers, in order; enough for `computed` tokens and those of the current step
+    reserved     a block range the pool keeps free for this sequence's growth as long as it can (start, stop)
+    generated    how often each id was generated, kept only when a penalty needs it
+    """
+
+    __slots__ = (
+        "blocks",
+        "computed",
+        "generated",
+        "prompt_len",
+        "random",
+        "request",
+        "reserved",
+        "scheduled_s",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.reserved: tuple[int, int] | None = None
+        self.scheduled_s: float | None = None
+        self.stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids))
+        # One uniform number a token, drawn on the host: a seed gives the same answer alone, in a batch and after
+        # preemption, on any device. Unseeded requests take their seed from the system.
+        self.random = random.Random(sampling.seed)
+        counts = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        self.generated: Counter[int] | None = Counter() if counts else None
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pending(self) -> int:
+        """Tokens not yet computed; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self.generated is not None:
+            self.generated[token_id] += 1
+
+    def finish_reason(self, max_model_len: int) -> str | None:
+        """After an append: why the sequence is done, or None."""
+        if self.tokens[-1] in self.stop_ids:
+            return "stop"
+        if self.output_len >= self.request.sampling.max_tokens or len(self.tokens) >= max_model_len:
+            return "length"
+        return None

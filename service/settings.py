@@ -1,0 +1,117 @@
+"""Every knob, with its meaning and default: the only reader of the environment and of command line flags.
+
+A field `max_queue` is the flag --max-queue and the environment variable NYBBLE_MAX_QUEUE; a flag wins.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from nybble.service.engine.protocol import EngineConfig
+from nybble.service.errors import ConfigError
+
+ENV_PREFIX = "NYBBLE_"
+# Settings that are EngineConfig's fields under the same name.
+ENGINE_FIELDS = (
+    *("dtype", "device", "max_model_len", "max_running", "block_size", "kv_cache_bytes", "memory_fraction"),
+    *("prefill_tokens", "prefill_tokens_busy", "lm_head", "dense_copies", "threads", "gemm_sample_every"),
+)
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=()
+    )
+
+    # what is served
+    model: str = Field(min_length=1, description="A model folder, a hub id, or `demo`.")
+    served_model_name: str = Field(
+        "", description="Name of the model in the API; empty: the last part of MODEL."
+    )
+    # where
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    # HTTP limits
+    max_queue: int = Field(
+        256, ge=1, description="Requests in progress, waiting ones included; beyond, the answer is 429."
+    )
+    body_limit_bytes: int = Field(
+        8 * 2**20, ge=1024, description="Largest request body; beyond, the answer is 413."
+    )
+    shutdown_timeout_s: float = Field(
+        30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    # engine
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Type of activations; auto picks what the device is good at."
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N (ROCm is cuda too).",
+    )
+    max_model_len: int = Field(
+        0, ge=0, description="Longest prompt and answer in tokens; 0: the model's own."
+    )
+    max_running: int = Field(16, ge=1, le=4096, description="Requests computed together.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens in one KV cache block.")
+    kv_cache_bytes: int = Field(0, ge=0, description="Bytes of KV cache; 0: what the memory plan gives.")
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Part of the available memory that the plan may use."
+    )
+    prefill_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step.")
+    prefill_tokens_busy: int = Field(64, ge=1, description="The same while other requests are decoding.")
+    lm_head: str = Field("auto", min_length=1, description="Format of the output head; auto decides.")
+    dense_copies: Literal["disabled", "enabled", "auto"] = Field(
+        "disabled",
+        description="16-bit copies of the int4 layers for faster prefill: enabled refuses to start where they leave no "
+        "room for one request of max_model_len, auto goes on without them.",
+    )
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the engine; 0: as many as are fastest, measured at start."
+    )
+    gemm_sample_every: int = Field(
+        32, ge=0, description="Time the GEMM calls of one in this many steps; 0: of none."
+    )
+
+    def engine_config(self, folder: str) -> EngineConfig:
+        """What the engine process is told. folder: where MODEL was found."""
+        return EngineConfig(model=folder, **{name: getattr(self, name) for name in ENGINE_FIELDS})
+
+    def api_model_name(self) -> str:
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def load_settings(flags: dict[str, Any]) -> Settings:
+    """Settings from flags (None: not given), else the environment, else defaults.
+
+    Raises ConfigError with one line that names each bad flag or variable, its value and what is accepted.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(problem, given) for problem in error.errors())) from None
+
+
+def _explain(problem: Any, given: dict[str, Any]) -> str:
+    name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    source = flag_name(name) if name in given else ENV_PREFIX + name.upper()
+    if problem["type"] == "missing":
+        return f"{source} is not set: {Settings.model_fields[name].description}"
+    accepted = _accepted(name, problem)
+    return f"{source}={str(problem['input'])[:100]!r} is not accepted: it should {accepted}"
+
+
+def _accepted(name: str, problem: Any) -> str:
+    if problem["type"] == "string_pattern_mismatch":
+        return f"be {str(Settings.model_fields[name].description).rstrip('.')}"
+    return str(problem["msg"]).removeprefix("Input should ").split(", unable to parse")[0]
+
+
+def flag_name(name: str) -> str:
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")

@@ -1,0 +1,243 @@
+"""Every bad request gets one error object that names the parameter, and the next request works."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+INVALID, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
+
+# body of /v1/completions -> param, code
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "prompt", "missing_parameter"),
+    ({"prompt": "x", "banana": 1}, "banana", UNKNOWN),
+    ({"prompt": None}, "prompt", INVALID),
+    ({"prompt": ""}, "prompt", INVALID),
+    ({"prompt": []}, "prompt", INVALID),
+    ({"prompt": ["x", ""]}, "prompt", INVALID),
+    ({"prompt": [[]]}, "prompt", INVALID),
+    ({"prompt": ["x", 1]}, "prompt", INVALID),
+    ({"prompt": [1, True]}, "prompt", INVALID),
+    ({"prompt": [1.5]}, "prompt", INVALID),
+    ({"prompt": {"a": 1}}, "prompt", INVALID),
+    ({"prompt": ["x"] * 1025}, "prompt", INVALID),
+    ({"prompt": [-1]}, "prompt", INVALID),
+    ({"prompt": [512]}, "prompt", INVALID),
+    ({"prompt": [10**30]}, "prompt", INVALID),
+    ({"prompt": [10**30], "echo": True}, "prompt", INVALID),
+    ({"prompt": "Hello " * 300}, "prompt", "context_length_exceeded"),
+    ({"prompt": "Hello " * 30_000}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x" * 4_000_000}, "prompt", "context_length_exceeded"),
+    ({"prompt": [100] * 256}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x", "model": "gpt-4"}, "model", "model_not_found"),
+    ({"prompt": "x", "model": 5}, "model", INVALID),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", INVALID),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", INVALID),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens", INVALID),
+    ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", INVALID),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens", INVALID),
+    ({"prompt": "x", "max_tokens": 10**40}, "max_tokens", INVALID),
+    ({"prompt": "x", "n": 0}, "n", INVALID),
+    ({"prompt": "x", "n": 129}, "n", INVALID),
+    ({"prompt": ["x"] * 3, "n": 100}, "n", INVALID),
+    ({"prompt": "x", "temperature": "hot"}, "temperature", INVALID),
+    ({"prompt": "x", "temperature": -0.1}, "temperature", INVALID),
+    ({"prompt": "x", "temperature": 2.1}, "temperature", INVALID),
+    ({"prompt": "x", "temperature": float("nan")}, "temperature", INVALID),
+    ({"prompt": "x", "temperature": float("inf")}, "temperature", INVALID),
+    ({"prompt": "x", "top_p": float("nan")}, "top_p", INVALID),
+    ({"prompt": "x", "top_p": 1.1}, "top_p", INVALID),
+    ({"prompt": "x", "top_k": -2}, "top_k", INVALID),
+    ({"prompt": "x", "min_p": 1.5}, "min_p", INVALID),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", INVALID),
+    ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", INVALID),
+    ({"prompt": "x", "frequency_penalty": float("-inf")}, "frequency_penalty", INVALID),
+    ({"prompt": "x", "seed": 2**63}, "seed", INVALID),
+    ({"prompt": "x", "seed": 1.0}, "seed", INVALID),
+    ({"prompt": "x", "stop": ["x"] * 17}, "stop", INVALID),
+    ({"prompt": "x", "stop": ""}, "stop", INVALID),
+    ({"prompt": "x", "stop": [5]}, "stop", INVALID),
+    ({"prompt": "x", "stop": "x" * 2000}, "stop", INVALID),
+    ({"prompt": "x", "stop_token_ids": [512]}, "stop_token_ids", INVALID),
+    ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids[0]", INVALID),
+    ({"prompt": "x", "stop_token_ids": ["a"]}, "stop_token_ids[0]", INVALID),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", INVALID),
+    ({"prompt": "x", "logprobs": True}, "logprobs", INVALID),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", INVALID),
+    ({"prompt": "x", "logit_bias": {"5": float("nan")}}, "logit_bias", INVALID),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", INVALID),
+    ({"prompt": "x", "logit_bias": {"512": 1}}, "logit_bias", INVALID),
+    ({"prompt": "x", "logit_bias": [1]}, "logit_bias", INVALID),
+    ({"prompt": "x", "stream": "yes"}, "stream", INVALID),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", INVALID),
+    ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", UNKNOWN),
+    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", UNSUPPORTED),
+    ({"prompt": "x", "best_of": 2}, "best_of", UNSUPPORTED),
+    ({"prompt": "x", "suffix": "y"}, "suffix", UNSUPPORTED),
+    ({"prompt": "x", "messages": USER}, "messages", UNKNOWN),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "messages", "missing_parameter"),
+    ({"messages": []}, "messages", INVALID),
+    ({"messages": "hi"}, "messages", INVALID),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_parameter"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_parameter"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", INVALID),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", UNSUPPORTED),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", INVALID),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", INVALID),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", INVALID),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content",
+        UNSUPPORTED,
+    ),
+    ({"messages": [*USER, {"role": "user", "content": "x", "mood": 1}]}, "messages[1].mood", UNKNOWN),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        UNSUPPORTED,
+    ),
+    ({"messages": [{"role": "user", "content": "Hello " * 300}]}, "messages", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "x" * 4_000_000}]}, "messages", "context_length_exceeded"),
+    ({"messages": USER, "prompt": "x"}, "prompt", UNKNOWN),
+    ({"messages": USER, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", INVALID),
+    ({"messages": USER, "top_logprobs": 3}, "top_logprobs", INVALID),
+    ({"messages": USER, "logprobs": 1}, "logprobs", INVALID),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice", UNSUPPORTED),
+    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
+    ({"messages": USER, "modalities": ["audio"]}, "modalities", UNSUPPORTED),
+    ({"messages": USER, "audio": {"voice": "x"}}, "audio", UNSUPPORTED),
+    ({"messages": USER, "store": True}, "store", UNSUPPORTED),
+    ({"messages": USER, "reasoning_effort": "high"}, "reasoning_effort", UNSUPPORTED),
+    ({"messages": USER, "web_search_options": {}}, "web_search_options", UNSUPPORTED),
+    ({"messages": USER, "service_tier": "flex"}, "service_tier", UNSUPPORTED),
+    ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", INVALID),
+]
+
+CASES = [(COMPLETIONS, *case) for case in BAD_COMPLETIONS] + [(CHAT, *case) for case in BAD_CHATS]
+
+
+def name_of(value: Any) -> str | None:
+    return json.dumps(value)[:60] if isinstance(value, dict) else None
+
+
+def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, which has the one form that all errors have."""
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and 0 < len(error["message"]) < 700
+    assert isinstance(error["type"], str) and isinstance(error["code"], str)
+    return error
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), CASES, ids=name_of)
+def test_a_bad_body(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str | None, code: str
+) -> None:
+    response = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = check_error(response, 404 if code == "model_not_found" else 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+NEUTRAL = {
+    CHAT: {
+        "tools": [],
+        "tool_choice": "auto",
+        "functions": None,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "audio": None,
+        "stream_options": None,
+    },
+    COMPLETIONS: {"best_of": 1, "suffix": "", "top_k": -1, "logit_bias": {}, "stop": []},
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_values_that_change_nothing_are_accepted(http: httpx.Client, path: str) -> None:
+    body = NEUTRAL[path] | ({"messages": USER} if path == CHAT else {"prompt": "x"}) | {"max_tokens": 1}
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_value"),
+        (b"{", "invalid_json"),
+        (b'{"prompt": "\xff"}', "invalid_value"),
+        (b"[1]", "invalid_value"),
+        (b'"prompt"', "invalid_value"),
+        (b"null", "invalid_value"),
+        (b"[" * 100_000, "invalid_value"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "invalid_value"),
+    ],
+    ids=[
+        "empty",
+        "cut",
+        "not text",
+        "a list",
+        "a string",
+        "null",
+        "nested deeply",
+        "a number of many digits",
+    ],
+)
+def test_what_is_no_json_object(http: httpx.Client, content: bytes, code: str) -> None:
+    response = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert check_error(response, 400)["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        (COMPLETIONS, b'{"prompt": "\\ud800"}'),
+        (COMPLETIONS, b'{"prompt": "x", "stop": "\\ud800"}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud800"}]}]}'),
+        (COMPLETIONS, b'{"prompt": "x", "\\ud800": 1}'),
+    ],
+)
+def test_a_lone_surrogate_is_refused(http: httpx.Client, path: str, content: bytes) -> None:
+    check_error(http.post(path, content=content, headers={"Content-Type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "x", "stop": ["y" * 5000]}, {"prompt": "x", "n": "z" * 5000}, {"prompt": "x", "w" * 5000: 1}],
+    ids=["value", "wrong type", "name"],
+)
+def test_long_input_is_not_echoed(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert len(http.post(COMPLETIONS, json=body).text) < 600
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/" + "x" * 3000, 404, "not_found"),
+        ("GET", COMPLETIONS, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/gpt-4", 404, "model_not_found"),
+    ],
+    ids=["unknown route", "long unknown route", "wrong method", "wrong method on models", "unknown model"],
+)
+def test_routes(http: httpx.Client, method: str, path: str, status: int, code: str) -> None:
+    error = check_error(http.request(method, path), status)
+    assert error["code"] == code and len(error["message"]) < 250

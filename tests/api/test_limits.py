@@ -1,0 +1,135 @@
+"""Limits: the size of a body, requests in flight, an engine that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fake_engine import ERROR_AFTER_3, SLOW
+from http_fixtures import local_app, parse_metrics
+
+from nybble.service.client import EngineState
+from nybble.service.text import TextCodec
+
+pytestmark = pytest.mark.anyio
+
+
+async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
+    return parse_metrics((await http.get("/metrics")).text)
+
+
+def test_a_body_of_10_mb_is_too_large(http: httpx.Client) -> None:
+    response = http.post("/v1/completions", content=b"x" * 10_000_000)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+    assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_a_body_in_chunks_is_measured_too(http: httpx.Client) -> None:
+    def chunks():
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    response = http.post("/v1/completions", content=chunks())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_the_limit_is_exact(codec: TextCodec) -> None:
+    body = b'{"prompt": "Hello"' + b" " * (1024 - 19) + b"}"
+    assert len(body) == 1024
+
+    async def chunks(data: bytes) -> AsyncIterator[bytes]:
+        yield data[:500]
+        yield data[500:]
+
+    async with local_app(codec, body_limit_bytes=1024) as local:
+        for data, status in ((body, 200), (body + b" ", 413)):
+            for content in (data, chunks(data)):
+                headers = {"Content-Type": "application/json"}
+                response = await local.http.post("/v1/completions", content=content, headers=headers)
+                assert response.status_code == status
+        assert (await metrics(local.http))['nybble_rejected_total{reason="body_too_large"}'] == 2
+
+
+async def test_beyond_the_queue_the_answer_is_429(codec: TextCodec) -> None:
+    async with local_app(codec, max_queue=3) as local:
+        slow = {"prompt": [SLOW, 100], "max_tokens": 4, "n": 2}
+        running = asyncio.create_task(local.http.post("/v1/completions", json=slow))
+        while local.client.in_flight < 2:
+            await asyncio.sleep(0.001)
+        refused = await local.http.post("/v1/completions", json={"prompt": "x", "n": 2})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert (await local.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert (await running).status_code == 200
+        assert (await local.http.post("/v1/completions", json={"prompt": "x", "n": 2})).status_code == 200
+        assert (await metrics(local.http))['nybble_rejected_total{reason="queue_full"}'] == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (EngineState.LOADING, "loading"),
+        (EngineState.DOWN, "engine_down"),
+        (EngineState.DRAINING, "draining"),
+    ],
+)
+async def test_without_an_engine_generation_is_503(codec: TextCodec, state: EngineState, code: str) -> None:
+    async with local_app(codec) as local:
+        local.client.state = state
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": "x", "stream": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            response = await local.http.post(path, json=body)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == code
+            assert int(response.headers["retry-after"]) > 0
+        assert (await local.http.get("/v1/kernels")).status_code == 503
+        assert (await local.http.get("/livez")).status_code == 200
+        for path in ("/readyz", "/health"):
+            response = await local.http.get(path)
+            assert response.status_code == 503
+            assert response.json()["status"] == state
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_error_before_the_first_text_has_its_status(codec: TextCodec, stream: bool) -> None:
+    async with local_app(codec) as local:
+        # The stop string holds back all the text there is before the error.
+        body = {"prompt": [ERROR_AFTER_3, *codec.encode("abc")], "stop": "abcd", "stream": stream}
+        response = await local.http.post("/v1/completions", json=body)
+        assert response.status_code == 500
+        assert "logits are not finite" in response.json()["error"]["message"]
+        assert response.json()["error"]["code"] == "generation_failed"
+
+
+async def test_an_engine_error_in_a_stream_is_its_last_event(codec: TextCodec) -> None:
+    async with local_app(codec) as local:
+        body = {"prompt": [ERROR_AFTER_3, *codec.encode("abc")], "stream": True, "n": 2}
+        response = await local.http.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        events = [event for event in response.text.split("\n\n") if event]
+        assert '"error"' in events[-1] and "logits are not finite" in events[-1]
+        assert not any('"error"' in event for event in events[:-1])
+        assert "[DONE]" not in response.text
+        # The other choice does not go on for nobody.
+        await asyncio.sleep(0.01)
+        assert local.client.in_flight == 0 and not local.client.fake.sequences
+
+
+async def test_an_unexpected_exception_is_an_error_object_too(codec: TextCodec, monkeypatch) -> None:
+    async with local_app(codec) as local:
+        monkeypatch.setattr(local.client, "submit", lambda requests: 1 / 0)
+        response = await local.http.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "ZeroDivisionError" not in response.text
+        assert (await metrics(local.http))[
+            'nybble_http_requests_total{route="/v1/completions",status="500"}'
+        ] == 1

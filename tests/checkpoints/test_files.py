@@ -1,0 +1,205 @@
+"""Folders: sharded, incomplete, damaged, and where a model name leads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from nybble.service.checkpoints import open_checkpoint, resolve
+from nybble.service.errors import CheckpointError
+
+DATA = Path(__file__).parents[1] / "data" / "llama-ct-g32"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The small Llama in two shards with an index."""
+    tensors = load_file(DATA / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
+        file = f"model-{i:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    shutil.copy(DATA / "config.json", tmp_path)
+    return tmp_path
+
+
+def test_sharded_equals_single(sharded: Path) -> None:
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert parts.names() == whole.names() and parts.total_bytes == whole.total_bytes
+        assert all(torch.equal(parts.tensor(name), whole.tensor(name)) for name in whole.names())
+
+
+def test_missing_shard(sharded: Path) -> None:
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match="model-00002-of-00002.safetensors: this file is missing.*fetch"
+    ):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1], ids=["empty", "no header", "cut header", "last byte"])
+def test_truncated_shard(sharded: Path, keep: int) -> None:
+    path = sharded / "model-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(
+        CheckpointError, match="model-00001.*not a complete safetensors file.*fetch the file again"
+    ):
+        open_checkpoint(sharded)
+
+
+def test_pointer_file_in_place_of_a_shard(sharded: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (sharded / "model-00001-of-00002.safetensors").write_text(pointer)
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+        open_checkpoint(sharded)
+
+
+def test_index_names_a_tensor_its_file_lacks(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.extra.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="model-00001.*the index says it holds model.extra.weight"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}']
+)
+def test_bad_index(sharded: Path, text: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json"):
+        open_checkpoint(sharded)
+
+
+def test_shards_without_an_index(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="2 safetensors files .* without model.safetensors.index.json"):
+        open_checkpoint(sharded)
+
+
+def test_one_file_of_another_name(tmp_path: Path) -> None:
+    shutil.copy(DATA / "config.json", tmp_path)
+    shutil.copy(DATA / "model.safetensors", tmp_path / "gptq_model-4bit-32g.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.has_tensor("model.norm.weight")
+
+
+def test_pickles_are_named_and_not_opened(tmp_path: Path) -> None:
+    shutil.copy(DATA / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    with pytest.raises(CheckpointError, match=r"pickled \(pytorch_model.bin\), which is never opened"):
+        open_checkpoint(tmp_path)
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    shutil.copy(DATA / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_16_bit_folder_says_how_to_quantise(write: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match="no quantization_config, so these are 16-bit weights.*nybble quantize .* DST"
+    ):
+        open_checkpoint(write(None, {"a": torch.zeros(1)}))
+
+
+def test_unknown_quant_method_lists_the_known_ones(write: Any) -> None:
+    with pytest.raises(CheckpointError, match="given 'bitsandbytes', accepted compressed-tensors, gptq, awq"):
+        open_checkpoint(write({"quant_method": "bitsandbytes"}, {"a": torch.zeros(1)}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"], ids=["empty", "cut", "list"])
+def test_bad_config_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="config.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_closed_checkpoint_says_so() -> None:
+    checkpoint = open_checkpoint(DATA)
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="already closed"):
+        checkpoint.tensor("model.norm.weight")
+    with open_checkpoint(DATA) as checkpoint, pytest.raises(CheckpointError, match="no tensor model.nothing"):
+        checkpoint.tensor("model.nothing")
+
+
+class TestResolve:
+    def test_folder(self) -> None:
+        assert resolve(str(DATA)) == DATA
+
+    def test_home_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        shutil.copytree(DATA, tmp_path / "m")
+        assert resolve("~/m") == tmp_path / "m"
+
+    def test_folder_without_config(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="no config.json in this folder"):
+            resolve(str(tmp_path))
+
+    def test_gguf_file_says_how_to_quantise(self, tmp_path: Path) -> None:
+        (tmp_path / "m.gguf").write_bytes(b"GGUF")
+        with pytest.raises(
+            CheckpointError, match="m.gguf: a file; accepted a folder. Make one with `nybble quantize"
+        ):
+            resolve(str(tmp_path / "m.gguf"))
+
+    @pytest.mark.parametrize("name", ["nothing", "./no/folder", "/no/folder", "a/b/c", ""])
+    def test_neither_folder_nor_hub_id(self, name: str) -> None:
+        with pytest.raises(
+            CheckpointError,
+            match="no such folder; accepted a folder, a hub id such as org/name, or `demo`|no config.json",
+        ):
+            resolve(name)
+
+    def test_hub_that_cannot_be_reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def offline(*args: object, **kwargs: object) -> str:
+            raise LocalEntryNotFoundError(
+                "cannot find the snapshot in the cache, and outgoing traffic is disabled"
+            )
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+        with pytest.raises(
+            CheckpointError,
+            match="org/name: no such folder here, and the hub did not give it.*HF_HUB_OFFLINE",
+        ):
+            resolve("org/name")
+
+    def test_hub_snapshot_asks_for_no_pickles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: dict[str, Any] = {}
+
+        def snapshot(repo: str, **kwargs: Any) -> str:
+            asked.update(kwargs, repo=repo)
+            return str(DATA)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+        assert resolve("org/name@v1.0") == DATA
+        assert asked["repo"] == "org/name" and asked["revision"] == "v1.0"
+        kept = list(
+            huggingface_hub.utils.filter_repo_objects(
+                ["config.json", "model.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "a.bin",
+                 "pytorch_model.pt", "original/params.json", "consolidated.safetensors", "modeling.py"],
+                allow_patterns=asked["allow_patterns"],
+                ignore_patterns=asked["ignore_patterns"],
+            )
+        )  # fmt: skip
+        assert kept == [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.model",
+            "merges.txt",
+            "chat_template.jinja",
+        ]

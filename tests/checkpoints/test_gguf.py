@@ -1,0 +1,130 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, Qwen2Tokenizer
+
+from nybble.service.checkpoints.gguf import QWEN2_PATTERN, GgufSource
+from nybble.service.errors import CheckpointError
+
+DATA = Path(__file__).parents[1] / "data"
+TEXTS = [
+    "x  123",
+    "2024-01-31, 10:59; 3.14159 and ٣٤ and ½",
+    "It's they'll DON'T  \n\n\t indented   code_with_underscores()",
+    "naïve café — “quotes” 你好 🙂 e\u0301",
+    "<|im_start|>user\nHi<|im_end|>\n",
+    " leading and trailing ",
+    "",
+]
+
+
+def test_tensors_come_back_in_hugging_face_order(gguf_file: Path, folder_16_bit: Path) -> None:
+    expected = load_file(folder_16_bit / "model.safetensors")
+    source = GgufSource(gguf_file)
+    assert sorted(source.names()) == sorted(expected)
+    for name, value in expected.items():
+        found = source.tensor(name)
+        assert found.shape == value.shape == source.shape(name)
+        assert (found - value.float()).abs().max() <= value.float().abs().max() / 127, name
+
+
+def test_config_in_both_styles(gguf_file: Path, folder_16_bit: Path) -> None:
+    config = GgufSource(gguf_file).config
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0
+    assert config["rms_norm_eps"] == 1e-5
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 2)
+    assert config["tie_word_embeddings"] is True and config["dtype"] == "bfloat16"
+    parsed, original = AutoConfig.for_model(**config), AutoConfig.from_pretrained(folder_16_bit)
+    assert parsed.rope_parameters["rope_theta"] == 100000.0
+    for field in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "vocab_size"):
+        assert getattr(parsed, field) == getattr(original, field)
+
+
+def test_tokenizer_encodes_as_the_original(gguf_file: Path, tmp_path: Path) -> None:
+    GgufSource(gguf_file).write_files(tmp_path)
+    original = Tokenizer.from_file(str(DATA / "llama-ct-g32" / "tokenizer.json"))
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = original.encode(text).ids
+        assert made.encode(text) == ids
+        assert made.decode(ids) == original.decode(ids, skip_special_tokens=False)
+    assert made.tokenize("x  123") == ["x", "ĠĠ", "1", "2", "3"]
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.unk_token_id) == (1, 2, 2, 0)
+    assert made.decode(original.encode("<|im_end|>a").ids, skip_special_tokens=True) == "a"
+    chat = made.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_bos_is_added_when_the_file_says_so(gguf_writer: Any, tmp_path: Path, folder_16_bit: Path) -> None:
+    gguf_writer(tmp_path / "m.gguf", load_file(folder_16_bit / "model.safetensors"), add_bos=True)
+    GgufSource(tmp_path / "m.gguf").write_files(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("a")[0] == 1 and tokenizer.encode("a", add_special_tokens=False)[0] != 1
+
+
+def test_qwen2_pattern_is_the_one_transformers_uses(tmp_path: Path) -> None:
+    own = json.loads(Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer.to_str())["pre_tokenizer"]
+    assert own["pretokenizers"][0]["pattern"] == {"Regex": QWEN2_PATTERN}
+    assert own["pretokenizers"][0]["behavior"] == "Isolated" and not own["pretokenizers"][0]["invert"]
+    assert own["pretokenizers"][1]["use_regex"] is False
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre: given 'deepseek-llm', accepted smollm, gpt-2, qwen2"),
+        ({"tokenizer_model": "llama"}, "tokenizer.ggml.model: given 'llama', accepted gpt2"),
+    ],
+    ids=["pre-tokenizer", "kind"],
+)
+def test_unknown_tokenizers_are_refused(
+    gguf_writer: Any, tmp_path: Path, folder_16_bit: Path, keys: dict[str, Any], message: str
+) -> None:
+    gguf_writer(tmp_path / "m.gguf", load_file(folder_16_bit / "model.safetensors"), **keys)
+    with pytest.raises(CheckpointError, match=message):
+        GgufSource(tmp_path / "m.gguf").write_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"arch": "mamba"}, "general.architecture: given 'mamba', accepted llama, qwen2, qwen3"),
+        (
+            {"llama__rope__scaling__type": "yarn"},
+            "llama.rope.scaling.type: given 'yarn', accepted a model without it",
+        ),
+        ({"llama__expert_count": 8}, "llama.expert_count: given 8"),
+        ({"llama__rope__dimension_count": 16}, "llama.rope.dimension_count: given 16, accepted 32"),
+    ],
+    ids=["architecture", "rope scaling", "experts", "partial rotary"],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    gguf_writer: Any, tmp_path: Path, folder_16_bit: Path, keys: dict[str, Any], message: str
+) -> None:
+    gguf_writer(tmp_path / "m.gguf", load_file(folder_16_bit / "model.safetensors"), **keys)
+    with pytest.raises(CheckpointError, match=message):
+        GgufSource(tmp_path / "m.gguf")
+
+
+def test_a_tensor_that_is_not_understood_is_refused_by_name(
+    gguf_writer: Any, tmp_path: Path, folder_16_bit: Path
+) -> None:
+    tensors = load_file(folder_16_bit / "model.safetensors") | {"rope_freqs.weight": torch.ones(16)}
+    gguf_writer(tmp_path / "m.gguf", tensors)
+    with pytest.raises(CheckpointError, match="tensor rope_freqs.weight is not part of a plain llama model"):
+        GgufSource(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 5000, -1], ids=["empty", "magic", "keys", "tokens", "last byte"])
+def test_truncated_file(gguf_file: Path, tmp_path: Path, keep: int) -> None:
+    (tmp_path / "cut.gguf").write_bytes(gguf_file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="cut.gguf: not a complete GGUF file"):
+        GgufSource(tmp_path / "cut.gguf")

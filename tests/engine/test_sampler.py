@@ -1,0 +1,160 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from nybble.service.engine.protocol import Request, SamplingParams
+from nybble.service.engine.sampler import LOGPROB_FLOOR, sample
+from nybble.service.engine.sequence import Sequence
+
+
+def sequence(prompt=(0,), generated=(), **fields):
+    s = Sequence(Request("r", tuple(prompt), SamplingParams(100, **({"temperature": 0.0} | fields)), 0.0), ())
+    for token in generated:
+        s.append(token)
+    return s
+
+
+def draw(logits, count=2000, **fields):
+    """Frequencies of `count` draws from one distribution."""
+    fields = {"temperature": 1.0, "seed": 1} | fields
+    s = sequence(**fields)
+    rows = torch.tensor(logits).float().expand(count, -1)
+    return {k: v / count for k, v in Counter(t.token_id for t in sample(rows, [s] * count)).items()}
+
+
+def softmax(logits):
+    e = [math.exp(x) for x in logits]
+    return [x / sum(e) for x in e]
+
+
+def test_greedy_takes_the_first_of_the_best():
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
+    assert [t.token_id for t in sample(logits, [sequence(), sequence()])] == [1, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_rows_that_are_not_finite_give_none_and_spare_their_neighbours(bad):
+    logits = torch.zeros(3, 5)
+    logits[1, 3] = bad
+    logits[2, 4] = 1
+    tokens = sample(logits, [sequence(), sequence(temperature=1.0), sequence(logprobs=2)])
+    assert tokens[0] is not None and tokens[1] is None and tokens[2].token_id == 4
+
+
+def test_a_row_of_minus_infinity_gives_none():
+    assert sample(torch.full((1, 4), float("-inf")), [sequence()]) == [None]
+
+
+def test_temperature_sampling_follows_the_distribution():
+    logits = [2.0, 1.0, 0.0, -3.0]
+    got = draw(logits, count=20000, temperature=0.7)
+    expected = softmax([x / 0.7 for x in logits])
+    for token, p in enumerate(expected):
+        assert got.get(token, 0) == pytest.approx(p, abs=0.015)
+
+
+def test_a_tiny_temperature_is_greedy():
+    assert draw([1.0, 1.1, 0.9], temperature=1e-8) == {1: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"top_k": 1}, {3}),
+        ({"top_k": 2}, {3, 1}),
+        ({"top_k": 100}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.5}, {3}),
+        ({"top_p": 0.8}, {3, 1}),
+        ({"top_p": 1e-9}, {3}),
+        ({"top_k": 3, "top_p": 0.9}, {3, 1, 0}),
+        ({"min_p": 0.3}, {3, 1}),
+        ({"min_p": 1.0}, {3}),
+        ({"top_k": 3, "min_p": 0.3}, {3, 1}),
+    ],
+    ids=str,
+)
+def test_cuts_keep_the_right_candidates(fields, allowed):
+    # probabilities 0.10, 0.25, 0.03, 0.60, 0.02
+    logits = [math.log(p) for p in (0.10, 0.25, 0.03, 0.60, 0.02)]
+    assert set(draw(logits, **fields)) == allowed
+
+
+def test_top_p_counts_within_what_top_k_left():
+    # Of the two best (0.60, 0.25 -> 0.706, 0.294) the first alone holds 0.7.
+    logits = [math.log(p) for p in (0.10, 0.25, 0.03, 0.60, 0.02)]
+    assert set(draw(logits, top_k=2, top_p=0.7)) == {3}
+    assert set(draw(logits, top_p=0.7)) == {3, 1}
+
+
+def test_top_p_over_a_flat_distribution_looks_beyond_the_first_candidates():
+    got = draw([0.0] * 5000, count=4000, top_p=0.9)
+    assert len(got) > 2000, "cut to the first 1024 candidates"
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_a_batch():
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    fields = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
+
+    def alone():
+        s = sequence(**fields)
+        return [sample(row.unsqueeze(0), [s])[0].token_id for row in logits]
+
+    def in_a_batch():
+        s, t, u = sequence(**fields), sequence(temperature=0.5, seed=3), sequence()
+        return [sample(row.expand(3, -1), [t, s, u])[1].token_id for row in logits]
+
+    assert alone() == alone() == in_a_batch()
+
+
+def test_requests_without_a_seed_differ():
+    rows = torch.zeros(20, 1000)
+    runs = [[t.token_id for t in sample(rows, [sequence(temperature=1.0)] * 20)] for _ in range(2)]
+    assert runs[0] != runs[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"repetition_penalty": 2.0}, 2),  # 4/2, 3/2 seen, 2.5 not
+        ({"presence_penalty": 1.1}, 1),  # 4-1.1, 3, 2.5
+        ({"frequency_penalty": 0.6}, 1),  # 4-1.2, 3, 2.5
+        ({"frequency_penalty": 0.4}, 0),  # 4-0.8, 3, 2.5
+        ({"logit_bias": ((2, 5.0),)}, 2),
+        ({"logit_bias": ((0, -100.0), (1, -100.0))}, 2),
+    ],
+    ids=str,
+)
+def test_penalties_and_bias(fields, expected):
+    """Token 1 is in the prompt, token 0 was generated twice."""
+    logits = torch.tensor([[4.0, 3.0, 2.5]])
+    assert sample(logits, [sequence(prompt=(1,), generated=(0, 0), **fields)])[0].token_id == expected
+
+
+def test_a_repetition_penalty_pushes_negative_scores_down_too():
+    logits = torch.tensor([[-1.0, -1.5]])
+    assert sample(logits, [sequence(prompt=(0,), repetition_penalty=2.0)])[0].token_id == 1
+
+
+def test_penalties_do_not_change_the_logits_of_the_caller():
+    logits = torch.tensor([[4.0, 3.0]])
+    sample(logits, [sequence(prompt=(0,), repetition_penalty=5.0)])
+    assert logits.tolist() == [[4.0, 3.0]]
+
+
+def test_logprobs_are_those_of_the_plain_logits_best_first():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    (token,) = sample(logits, [sequence(logprobs=2, logit_bias=((0, 50.0),))])
+    expected = torch.tensor([1.0, 3.0, 2.0]).log_softmax(-1).tolist()
+    assert token.token_id == 0
+    assert token.logprob == pytest.approx(expected[0])
+    assert [i for i, _ in token.top] == [1, 2]
+    assert [v for _, v in token.top] == pytest.approx([expected[1], expected[2]])
+
+
+def test_logprobs_zero_report_the_token_alone_and_never_minus_infinity():
+    (token,) = sample(torch.tensor([[0.0, float("-inf")]]), [sequence(logprobs=0, logit_bias=((1, 0.0),))])
+    assert token.top == () and token.logprob == 0.0
+    (token,) = sample(torch.tensor([[0.0, float("-inf")]]), [sequence(logprobs=2)])
+    assert token.top[1] == (1, LOGPROB_FLOOR)

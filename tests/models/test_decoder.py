@@ -1,0 +1,114 @@
+"""The decoder against transformers' own models, on the same dequantised weights in float32."""
+
+import pytest
+import torch
+from twins import TWINS, twin
+
+from nybble.kernels.attention import CacheShape, Span, backend_for
+from nybble.kernels.target import cpu_target
+from nybble.service.errors import CheckpointError
+from nybble.service.models import ARCHITECTURES, Batch, load, read_config
+
+CPU = torch.device("cpu")
+BLOCK = 8
+# float32 on both sides; the sums differ in order only. Logits here have a standard deviation near 1.
+MAX_LOGIT_ERROR = 2e-4
+
+
+def decoder(source, raw, dtype=torch.float32):
+    config = read_config(raw)
+    attention = backend_for(cpu_target())
+    model = load(config, source, attention, dtype, CPU, config.max_positions)
+    attention.allocate(CacheShape(config.layers, 32, BLOCK, config.kv_heads, config.head_dim, dtype), CPU)
+    return model
+
+
+def run(model, ids, start=0):
+    """Logits [T, V] of ids at positions start.., in blocks 0.. of the cache."""
+    stop = start + len(ids)
+    with torch.inference_mode():
+        return model.forward(
+            Batch(torch.tensor(ids), torch.arange(start, stop), [Span(len(ids), stop, list(range(32)))])
+        )
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_every_architecture_has_a_twin():
+    assert {twin(name)[2]["architectures"][0] for name in TWINS} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("name", TWINS)
+def test_logits_equal_transformers(name, symmetric):
+    reference, source, raw = twin(name, symmetric)
+    ids = prompt(43)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    actual = run(decoder(source, raw), ids)
+    assert expected.std() > 0.3, "logits too flat to tell anything"
+    assert (actual - expected).abs().max() < MAX_LOGIT_ERROR
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_greedy_text_is_equal_for_64_tokens(name):
+    reference, source, raw = twin(name, seed=1)
+    ids = prompt(11)
+    expected = reference.generate(
+        torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    model = decoder(source, raw)
+    actual = list(ids)
+    logits = run(model, ids)
+    for _ in range(64):
+        actual.append(int(logits[-1].argmax()))
+        logits = run(model, actual[-1:], start=len(actual) - 1)
+    assert actual == expected
+
+
+def test_chunks_give_the_logits_of_the_whole():
+    _, source, raw = twin("qwen3")
+    model = decoder(source, raw)
+    ids = prompt(40)
+    whole = run(model, ids)
+    parts = torch.cat([run(model, ids[a:b], start=a) for a, b in ((0, 1), (1, 17), (17, 32), (32, 40))])
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_rows_asked_for_get_logits():
+    _, source, raw = twin("llama")
+    model = decoder(source, raw)
+    ids = prompt(9)
+    whole = run(model, ids)
+    rows = torch.tensor([2, 8])
+    some = model.forward(Batch(torch.tensor(ids), torch.arange(9), [Span(9, 9, list(range(32)))], rows))
+    torch.testing.assert_close(some, whole[rows])
+
+
+@pytest.mark.parametrize(
+    "keep", [("q_proj",), ("k_proj", "up_proj"), ("down_proj", "o_proj"), ("proj",)], ids=str
+)
+def test_layers_left_in_16_bits_work_beside_quantised_ones(keep):
+    reference, source, raw = twin("llama", keep=keep)
+    ids = prompt(12)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    assert (run(decoder(source, raw), ids) - expected).abs().max() < MAX_LOGIT_ERROR
+
+
+def test_a_missing_bias_is_named():
+    _, source, raw = twin("qwen2")
+    del source.tensors["model.layers.1.self_attn.k_proj.bias"]
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.k_proj.bias: missing"):
+        decoder(source, raw)
+
+
+def test_a_shared_head_is_counted_once():
+    _, source, raw = twin("llama-tied-bias")
+    model = decoder(source, raw)
+    untied = decoder(*twin("llama")[1:])
+    assert untied.nbytes - untied.head.nbytes - untied.embedding.nbytes < model.nbytes
+    assert sum(len(layers) for layers in model.linears.values()) == 4 * 3 + 1
+    assert model.head.weight.data_ptr() == model.embedding.data_ptr()

@@ -1,0 +1,68 @@
+"""The command line: usage, exit codes, one line per error."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nybble.service import cli
+from nybble.service.settings import Settings, flag_name
+
+
+def nybble(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "nybble.service", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_version() -> None:
+    done = nybble("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(r"nybble \d+\.\d+\.\d+\S*\n", done.stdout)
+
+
+def test_help_shows_every_knob() -> None:
+    done = nybble("serve", "--help")
+    assert done.returncode == 0
+    for name in Settings.model_fields:
+        assert flag_name(name) in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (("serve", "x", "--no-such-flag"), {}, "No such option"),
+        (("serve", "x", "--port", "http"), {}, "nybble: --port='http' is not accepted"),
+        (("serve", "x"), {"NYBBLE_DTYPE": "int3"}, "nybble: NYBBLE_DTYPE='int3' is not accepted"),
+        (("serve",), {}, "nybble: NYBBLE_MODEL is not set"),
+        (("dance",), {}, "No such command"),
+        (("quantize", "only-one"), {}, "Missing argument"),
+    ],
+    ids=["flag", "flag value", "variable", "no model", "command", "argument"],
+)
+def test_wrong_usage_is_exit_code_2(
+    arguments: tuple[str, ...], environment: dict[str, str], says: str
+) -> None:
+    done = nybble(*arguments, **environment)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_that_does_not_exist_is_exit_code_1() -> None:
+    done = nybble("serve", "/no/such/folder")
+    assert done.returncode == 1
+    assert done.stderr.startswith("nybble: /no/such/folder") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert cli.find_model(str(tmp_path)) == str(tmp_path)

@@ -1,0 +1,282 @@
+"""A server process as a person or a service manager sees it: start, faults, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_engine
+import httpx
+import openai
+import pytest
+import tiny_tokenizer
+from fake_engine import CRASH_AFTER_3, SLOW
+from http_fixtures import ServerProcess, alive, run_server
+
+from nybble.service.engine.protocol import Loading
+from nybble.service.server import LoadingProgress
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_tokenizer.write_folder(tmp_path / "tiny")
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def accounted(metrics: dict[str, float]) -> bool:
+    ended = sum(value for name, value in metrics.items() if name.startswith("nybble_requests_total{"))
+    started = metrics["nybble_requests_started_total"]
+    return started == ended + metrics["nybble_requests_running"] + metrics["nybble_requests_waiting"]
+
+
+def idle(server: ServerProcess) -> bool:
+    metrics = server.metrics()
+    return metrics["nybble_requests_running"] == metrics["nybble_requests_waiting"] == 0
+
+
+SLOW_BODY = {"prompt": [SLOW, 100, 101], "max_tokens": 200}
+
+
+# --- clients that leave ---
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+def test_a_client_that_leaves_is_aborted(server: ServerProcess, stream: bool) -> None:
+    before = server.metrics()['nybble_requests_total{finish_reason="abort"}']
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(SLOW_BODY | {"stream": stream, "n": 2}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        if stream:
+            assert b"200 OK" in connection.recv(1000)
+        else:
+            until(lambda: server.metrics()["nybble_requests_running"] == 2)
+    until(lambda: idle(server), 2)
+    metrics = server.metrics()
+    assert metrics['nybble_requests_total{finish_reason="abort"}'] == before + 2
+    assert accounted(metrics)
+
+
+def test_many_clients_that_leave(server: ServerProcess) -> None:
+    def leave() -> None:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=SLOW_BODY | {"stream": True}
+        ) as response:
+            next(response.iter_bytes())
+
+    threads = [threading.Thread(target=leave) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert accounted(server.metrics())
+    until(lambda: idle(server))
+    assert accounted(server.metrics())
+
+
+# --- the engine dies ---
+
+
+def test_a_crash_in_a_stream_is_one_error_event_and_the_engine_comes_back(
+    folder: Path, tmp_path: Path
+) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        body = {"prompt": [CRASH_AFTER_3, 100, 101], "max_tokens": 50}
+        response = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=30)
+        events = [event for event in response.text.split("\n\n") if event]
+        assert [('"error"' in event) for event in events] == [False] * 3 + [True]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "engine_down"
+        assert "[DONE]" not in response.text
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        down = httpx.get(f"{server.url}/readyz")
+        assert down.status_code == 503 and down.json()["status"] in ("down", "loading")
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        server.wait_ready()
+        metrics = server.metrics()
+        assert metrics["nybble_engine_restarts_total"] == 1
+        assert metrics['nybble_requests_total{finish_reason="error"}'] == 1
+        assert accounted(metrics)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.APIError, match="stopped unexpectedly"):
+                list(client.completions.create(model="tiny", **body, stream=True))
+            server.wait_ready()
+            assert (
+                client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens == 2
+            )
+
+
+# --- signals ---
+
+
+def test_sigterm_lets_running_requests_finish(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        engine_pid = server.engine_pid()
+        body = {"prompt": [SLOW, 100], "max_tokens": 15, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            os.kill(server.process.pid, signal.SIGTERM)
+            text += "".join(pieces)
+        assert text.count('"text"') == 15 and text.endswith("data: [DONE]\n\n")
+        assert server.process.wait(15) == 0
+        assert not alive(engine_pid)
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_sigterm_ends_what_does_not_finish_in_time_with_an_error(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log", "--shutdown-timeout-s", "0.3") as server:
+        server.wait_listening()
+        server.wait_ready()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=SLOW_BODY | {"stream": True}
+        ) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            os.kill(server.process.pid, signal.SIGTERM)
+            text += "".join(pieces)
+        assert '"code":"draining"' in text.split("\n\n")[-2]
+        assert server.process.wait(15) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path, number: int) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        engine_pid = server.engine_pid()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=SLOW_BODY | {"stream": True}
+        ) as response:
+            pieces = response.iter_text()
+            next(pieces)
+            os.kill(server.process.pid, number)
+            time.sleep(0.5)
+            assert server.process.poll() is None
+            os.kill(server.process.pid, number)
+            assert server.process.wait(5) == 0
+        assert not alive(engine_pid)
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_second_signal_ends_an_engine_that_does_not(folder: Path, tmp_path: Path, number: int) -> None:
+    (folder / fake_engine.IGNORE_SHUTDOWN).touch()
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        os.kill(server.process.pid, number)
+        time.sleep(1.0)
+        assert server.process.poll() is None
+        os.kill(server.process.pid, number)
+        assert server.process.wait(5) == 0
+
+
+def test_the_engine_ends_when_the_server_is_killed(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        engine_pid = server.engine_pid()
+        server.stop(signal.SIGKILL)
+        until(lambda: not alive(engine_pid))
+
+
+# --- starting ---
+
+
+def test_it_answers_while_the_model_loads(folder: Path, tmp_path: Path) -> None:
+    (folder / fake_engine.SLOW_LOAD).touch()
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        states = []
+        while (response := httpx.get(f"{server.url}/readyz")).status_code == 503:
+            states.append(response.json())
+            assert httpx.get(f"{server.url}/livez").status_code == 200
+        assert {state["status"] for state in states} <= {"loading"}
+        server.wait_ready()
+        assert "loading weights: " in server.log.read_text()
+
+
+def ended(folder: Path | str, tmp_path: Path, *flags: str) -> tuple[int, str]:
+    with run_server(folder, tmp_path / "log", *flags) as server:
+        code = server.process.wait(60)
+    return code, server.log.read_text()
+
+
+def test_a_model_that_cannot_be_served_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
+    (folder / fake_engine.USER_ERROR).touch()
+    code, log = ended(folder, tmp_path)
+    assert code == 1
+    assert log.splitlines()[-1] == "nybble: config.json: model_type 'banana' is not supported"
+    assert "Traceback" not in log
+
+
+def test_a_folder_without_a_tokenizer_ends_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, log = ended(tmp_path / "empty", tmp_path)
+    assert code == 1
+    assert "tokenizer cannot be read" in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+def test_a_port_in_use_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, log = ended(folder, tmp_path, "--port", str(port))
+    assert code == 1
+    assert log.splitlines()[-1].startswith(f"nybble: cannot listen on 127.0.0.1:{port}")
+    assert "Traceback" not in log
+
+
+def test_torch_is_never_imported(model_folder: Path) -> None:
+    program = f"""
+import sys
+from nybble.service import app, cli, server
+assert "torch" not in sys.modules, "an import of ours needs torch"
+server.bar_torch()
+from nybble.service.text import TextCodec
+codec = TextCodec.load({str(model_folder)!r})
+assert codec.encode("Hello") and codec.render_chat([{{"role": "user", "content": "hi"}}])
+assert sys.modules["torch"] is None
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+# --- progress ---
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    now = 0.0
+    progress = LoadingProgress(bar=False, clock=lambda: now)
+    for step in range(101):
+        now = step * 0.1
+        progress.show(Loading("weights", step * 10**6, 10**8))
+    lines = [record.getMessage() for record in caplog.records]
+    assert 5 <= len(lines) <= 8
+    assert lines[-1] == "loading weights: 100 of 100 MB, 10 MB/s"
+
+
+def test_progress_on_a_terminal_is_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LoadingProgress(bar=True)
+    for done in (0, 50, 100):
+        progress.show(Loading("weights", done, 100))
+    assert "weights: 100%" in capsys.readouterr().err

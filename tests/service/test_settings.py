@@ -1,0 +1,78 @@
+"""nybble.service.settings: flags over environment over defaults; errors that name the variable."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nybble.service.engine.protocol import EngineConfig
+from nybble.service.errors import ConfigError
+from nybble.service.settings import Settings, load_settings
+
+
+def test_defaults_are_the_engines_own() -> None:
+    assert load_settings({"model": "x"}).engine_config("folder") == EngineConfig(model="folder")
+
+
+def test_every_engine_setting_is_a_knob() -> None:
+    for field in dataclasses.fields(EngineConfig):
+        assert field.name in Settings.model_fields
+
+
+def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NYBBLE_PORT", "9000")
+    monkeypatch.setenv("NYBBLE_DTYPE", "float32")
+    settings = load_settings({"model": "x", "port": "9001", "dtype": None})
+    assert (settings.port, settings.dtype) == (9001, "float32")
+
+
+def test_the_model_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NYBBLE_MODEL", "demo")
+    assert load_settings({"model": None}).model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "accepted"),
+    [
+        ("NYBBLE_PORT", "http", "valid integer"),
+        ("NYBBLE_PORT", "70000", "65535"),
+        ("NYBBLE_DTYPE", "int3", "'auto', 'bfloat16', 'float16' or 'float32'"),
+        ("NYBBLE_LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
+        ("NYBBLE_MEMORY_FRACTION", "1.5", "less than or equal to 1"),
+        ("NYBBLE_DEVICE", "tpu", "auto, cpu, cuda or cuda:N"),
+        ("NYBBLE_MAX_QUEUE", "0", "greater than or equal to 1"),
+    ],
+)
+def test_a_bad_variable_is_named_with_what_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, accepted: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"model": "x"})
+    message = caught.value.message
+    assert message.startswith(f"{variable}={value!r}") and accepted in message and "\n" not in message
+
+
+def test_a_bad_flag_is_named_as_a_flag() -> None:
+    with pytest.raises(ConfigError, match="--max-queue='many'"):
+        load_settings({"model": "x", "max_queue": "many"})
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="NYBBLE_MODEL is not set"):
+        load_settings({})
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "name"),
+    [("demo", "", "demo"), ("/a/b/Tiny-1B/", "", "Tiny-1B"), ("org/m", "", "m"), ("demo", "mine", "mine")],
+)
+def test_the_models_name_in_the_api(model: str, served: str, name: str) -> None:
+    assert load_settings({"model": model, "served_model_name": served}).api_model_name() == name
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_knob_has_help(name: str) -> None:
+    description = Settings.model_fields[name].description
+    assert description and description.endswith(".")

@@ -188,7 +188,14 @@ def w4a16_skinny(
     acc = tl.zeros((BN, BM), tl.float32)
     # Scales and zero points run a step ahead: Triton pipelines the dot's operands only.
     scale = tl.load(s_ptrs + first * BK // G)
-    zero = tl.full((BN,), 8, tl.int32)
+    if BACKEND == "hip" and not HAS_ZEROS:
+        # An 8 the compiler cannot see through. With a constant it unpacks in the dot's own layout, in which RDNA's
+        # lanes hold each weight several times, and does the work as often.
+        zero = tl.inline_asm_elementwise(
+            "v_mov_b32 $0, 8", "=v,v", [z_shift], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        zero = tl.full((BN,), 8, tl.int32)
     if HAS_ZEROS:
         zero_word = tl.load(z_ptrs + first * BK // G)
     for step in range(first, last):
@@ -481,7 +488,7 @@ def _gluon_kernel() -> ModuleType | None:
     """The RDNA kernel's module, or None, said once, where this Triton has no usable Gluon."""
     try:
         from nybble.kernels.linear import triton_skinny_rdna
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         _log.warning("no Gluon in this Triton (%s): the plain Triton kernel serves RDNA", error)
         return None
     return triton_skinny_rdna

@@ -156,6 +156,7 @@ def w4a16_skinny(
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALED: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -170,7 +171,9 @@ def w4a16_skinny(
     pid_n = pid // tiles_m
     rows_m = pid_m * BM + tl.arange(0, BM)
     rows_n = pid_n * BN + tl.arange(0, BN)
-    # Rows past the end read the last one: no mask in the loop, no access outside the tensors. K has no tail: BK | G | K.
+    # Rows past the end read the last one: no mask, no access outside the tensors. With fewer rows of x than one tile they
+    # are masked instead, or every program would fetch one line of x many times at the same moment. K has no tail:
+    # BK | G | K.
     safe_m = tl.minimum(rows_m, M - 1).to(tl.int64)
     safe_n = tl.minimum(rows_n, N - 1).to(tl.int64)
 
@@ -185,11 +188,21 @@ def w4a16_skinny(
     acc = tl.zeros((BN, BM), tl.float32)
     # Scales and zero points run a step ahead: Triton pipelines the dot's operands only.
     scale = tl.load(s_ptrs + first * BK // G)
-    zero = tl.full((BN,), 8, tl.int32)
+    if BACKEND == "hip" and not HAS_ZEROS:
+        # An 8 the compiler cannot see through. With a constant it unpacks in the dot's own layout, in which RDNA's
+        # lanes hold each weight several times, and does the work as often.
+        zero = tl.inline_asm_elementwise(
+            "v_mov_b32 $0, 8", "=v,v", [z_shift], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        zero = tl.full((BN,), 8, tl.int32)
     if HAS_ZEROS:
         zero_word = tl.load(z_ptrs + first * BK // G)
     for step in range(first, last):
-        x = tl.load(x_ptrs + step * BK)
+        if FEW_ROWS:
+            x = tl.load(x_ptrs + step * BK, mask=(rows_m < M)[None, :], other=0.0)
+        else:
+            x = tl.load(x_ptrs + step * BK)
         words = tl.load(w_ptrs + step * (BK // 8))
         group = tl.minimum(step + 1, last - 1) * BK // G
         now = scale
@@ -351,6 +364,7 @@ def _launch_tiles(
         HAS_BIAS=bias is not None and tile.split_k == 1,
         # A scale of another type would be rounded twice on its way into the weight.
         SCALED=tile.scale_weights and scales.dtype == x.dtype,
+        FEW_ROWS=m < tile.block_m,
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
@@ -474,7 +488,7 @@ def _gluon_kernel() -> ModuleType | None:
     """The RDNA kernel's module, or None, said once, where this Triton has no usable Gluon."""
     try:
         from nybble.kernels.linear import triton_skinny_rdna
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         _log.warning("no Gluon in this Triton (%s): the plain Triton kernel serves RDNA", error)
         return None
     return triton_skinny_rdna

@@ -304,9 +304,13 @@ def w4a16_skinny_rdna(
             x = buffer_load(x_base, x_off)
             words = buffer_load(w_base, w_off)
             if step % 2 == 0:
-                partial = _wmma(x_view0.load(A), w_view0.load(B), partial, RDNA4)
+                for k0 in gl.static_range(0, BK, 16):
+                    a = x_view0.slice(k0, 16, dim=1).load(A)
+                    partial = _wmma(a, w_view0.slice(k0, 16, dim=0).load(B), partial, RDNA4)
             else:
-                partial = _wmma(x_view1.load(A), w_view1.load(B), partial, RDNA4)
+                for k0 in gl.static_range(0, BK, 16):
+                    a = x_view1.slice(k0, 16, dim=1).load(A)
+                    partial = _wmma(a, w_view1.slice(k0, 16, dim=0).load(B), partial, RDNA4)
         if ROW_SUMS:
             row_sum = gl.convert_layout(gl.sum(sums, axis=1), gl.SliceLayout(1, ACC))
             excess = scale.to(gl.float32) * (-128.0 - z.to(gl.float32))

@@ -211,3 +211,29 @@ def test_torch_compile_sees_one_operator():
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arch", "m", "k", "moved"),
+    [
+        ("gfx1151", 2, 1024, True),
+        ("gfx1151", 300, 4096, True),
+        ("gfx1151", 1, 4096, False),
+        ("gfx1151", 16, 576, False),
+        ("gfx1151", 16, 512, False),
+        ("gfx1100", 16, 4096, False),
+        ("sm_90", 16, 4096, False),
+    ],
+)
+def test_activation_rows_move_off_the_cliff_of_gfx1151(arch: str, m: int, k: int, moved: bool):
+    x = make_x(m, k, FP16)
+    y = triton_skinny._off_the_cliff(x, arch)
+    assert torch.equal(x, y)
+    assert (y is not x) == moved
+    assert y.stride() == (k + 64 * moved, 1)
+
+
+def test_rdna_falls_back_to_plain_triton_without_gluon(monkeypatch: pytest.MonkeyPatch):
+    assert triton_skinny.table_name("gfx942") == "skinny"
+    monkeypatch.setattr(triton_skinny, "_gluon_kernel", lambda: None)
+    assert triton_skinny.table_name("gfx1151") == "skinny"

@@ -70,5 +70,5 @@ needs_triton = pytest.mark.skipif(
 )
 needs_emulator = pytest.mark.skipif(
     not (os.environ.get("RDNA_TINYGRAD") and shutil.which("clang-22")),
-    reason="running RDNA machine code needs RDNA_TINYGRAD and clang-22",
+    reason="RDNA_TINYGRAD is not set, or clang-22 is not on PATH: no RDNA emulator here",
 )

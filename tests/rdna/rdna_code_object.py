@@ -1,64 +1,85 @@
-"""AMD GPU code objects: ELF image, relocations, kernel descriptors and their msgpack metadata note."""
+"""AMD GPU code objects: ELF image, relocations, kernel descriptors and their MessagePack metadata."""
 
 from __future__ import annotations
 
-import dataclasses
 import struct
+from dataclasses import dataclass
+from typing import Any
 
 
-def msgpack_loads(b: bytes):
-    p = 0
+class MessagePack:
+    """A MessagePack decoder, as far as code-object metadata uses the format."""
 
-    def take(n):
-        nonlocal p
-        r = b[p : p + n]
-        p += n
-        return r
+    _NUMBERS = {
+        0xCA: "f",
+        0xCB: "d",
+        0xCC: "B",
+        0xCD: "H",
+        0xCE: "I",
+        0xCF: "Q",
+        0xD0: "b",
+        0xD1: "h",
+        0xD2: "i",
+        0xD3: "q",
+    }
+    _SIZED = {
+        0xC4: "B",
+        0xC5: "H",
+        0xC6: "I",
+        0xD9: "B",
+        0xDA: "H",
+        0xDB: "I",
+        0xDC: "H",
+        0xDD: "I",
+        0xDE: "H",
+        0xDF: "I",
+    }
+    _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
-    def u(f):
-        return struct.unpack(">" + f, take(struct.calcsize(f)))[0]
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
 
-    def one():
-        c = take(1)[0]
-        if c < 0x80:
-            return c
-        if c >= 0xE0:
-            return c - 256
-        if c < 0x90:
-            return mp(c & 15)
-        if c < 0xA0:
-            return [one() for _ in range(c & 15)]
-        if c < 0xC0:
-            return take(c & 31).decode()
-        if c == 0xC0:
-            return None
-        if c in (0xC2, 0xC3):
-            return c == 0xC3
-        if c in (0xC4, 0xC5, 0xC6):
-            return take(u("BHI"[c - 0xC4]))
-        if c == 0xCA:
-            return u("f")
-        if c == 0xCB:
-            return u("d")
-        if 0xCC <= c <= 0xCF:
-            return u("BHIQ"[c - 0xCC])
-        if 0xD0 <= c <= 0xD3:
-            return u("bhiq"[c - 0xD0])
-        if c in (0xD9, 0xDA, 0xDB):
-            return take(u("BHI"[c - 0xD9])).decode()
-        if c in (0xDC, 0xDD):
-            return [one() for _ in range(u("HI"[c - 0xDC]))]
-        if c in (0xDE, 0xDF):
-            return mp(u("HI"[c - 0xDE]))
-        raise ValueError(f"msgpack type {c:#x}")
+    def value(self) -> Any:
+        """The next value. Raises ValueError for a type code-object metadata does not use."""
+        code = self._take(1)[0]
+        if code < 0x80:
+            return code
+        if code >= 0xE0:
+            return code - 256
+        if code in self._CONSTANTS:
+            return self._CONSTANTS[code]
+        if code in self._NUMBERS:
+            return self._number(self._NUMBERS[code])
+        if code < 0xC0:
+            kind, count = (
+                ("map", code & 15)
+                if code < 0x90
+                else ("list", code & 15)
+                if code < 0xA0
+                else ("str", code & 31)
+            )
+        elif code in self._SIZED:
+            count = self._number(self._SIZED[code])
+            kind = "bytes" if code <= 0xC6 else "str" if code <= 0xDB else "list" if code <= 0xDD else "map"
+        else:
+            raise ValueError(f"MessagePack type {code:#x}")
+        if kind == "map":
+            return {self.value(): self.value() for _ in range(count)}
+        if kind == "list":
+            return [self.value() for _ in range(count)]
+        data = self._take(count)
+        return data.decode() if kind == "str" else data
 
-    def mp(n):
-        return {one(): one() for _ in range(n)}
+    def _number(self, form: str) -> Any:
+        return struct.unpack(f">{form}", self._take(struct.calcsize(form)))[0]
 
-    return one()
+    def _take(self, count: int) -> bytes:
+        data = self._data[self._at : self._at + count]
+        self._at += count
+        return data
 
 
-EF_MACH = {
+MACHINES = {
     0x41: "gfx1100",
     0x46: "gfx1101",
     0x47: "gfx1102",
@@ -70,124 +91,130 @@ EF_MACH = {
     0x48: "gfx1200",
     0x4E: "gfx1201",
 }
+_LOAD, _NOTE = 1, 4  # program headers
+_SYMBOL_TABLES, _RELOCATIONS = (2, 11), 4  # section headers
+_METADATA_NOTE = 32
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
 class Kernel:
+    """A kernel descriptor and its metadata. `entry` is an offset into the image; segment sizes in bytes."""
+
     name: str
     entry: int
-    kd: bytes
-    meta: dict
-    group: int = 0
-    private: int = 0
-    kernarg: int = 0
-    rsrc1: int = 0
-    rsrc2: int = 0
-    rsrc3: int = 0
-    props: int = 0
+    meta: dict[str, Any]
+    group: int
+    private: int
+    kernarg: int
+    rsrc1: int
+    rsrc2: int
+    props: int
+    preload: int
+
+    @property
+    def wave32(self) -> bool:
+        return bool(self.props & 0x400)
+
+
+@dataclass(frozen=True)
+class _Relocation:
+    offset: int
+    kind: int
+    symbol: int
+    addend: int
 
 
 class CodeObject:
-    """Parses an amdgpu ELF; image = bytes laid out by p_vaddr (relocations are applied by load())."""
+    """A linked AMD GPU ELF: `image` holds its bytes by virtual address, relocations not yet applied."""
 
-    def __init__(self, blob: bytes):
-        self.blob = blob
-        assert blob[:4] == b"\x7fELF" and blob[4] == 2, "not an ELF64"
-        (_, _, _, _, phoff, shoff, flags, _, phes, phn, shes, shn, shstr) = struct.unpack_from(
-            "<HHIQQQIHHHHHH", blob, 16
+    def __init__(self, blob: bytes) -> None:
+        if blob[:5] != b"\x7fELF\x02":
+            raise ValueError("not a 64-bit ELF")
+        header = struct.unpack_from("<HHIQQQIHHHHHH", blob, 16)
+        phoff, shoff, flags, phsize, phcount, shsize, shcount, names = (
+            header[i] for i in (4, 5, 6, 8, 9, 10, 11, 12)
         )
-        self.mach = EF_MACH.get(flags & 0xFF, f"mach_{flags & 0xFF:#x}")
-        ph = [struct.unpack_from("<IIQQQQQQ", blob, phoff + i * phes) for i in range(phn)]
-        assert ph, "no program headers: link the object first (ld.lld -shared)"
-        self.size = max(v + msz for (t, fl, off, v, pa, fsz, msz, al) in ph if t == 1)
+        self.mach = MACHINES.get(flags & 0xFF, f"mach_{flags & 0xFF:#x}")
+        self._blob = blob
+        programs = [struct.unpack_from("<IIQQQQQQ", blob, phoff + i * phsize) for i in range(phcount)]
+        if not programs:
+            raise ValueError("no program headers: link the object first (ld.lld -shared)")
+        self.size = max(p[3] + p[6] for p in programs if p[0] == _LOAD)
         self.image = bytearray(self.size)
-        self.meta = {}
-        for t, fl, off, v, pa, fsz, msz, al in ph:
-            if t == 1:
-                self.image[v : v + fsz] = blob[off : off + fsz]
-            if t == 4:
-                self._note(blob[off : off + fsz])
-        sh = [struct.unpack_from("<IIQQQQIIQQ", blob, shoff + i * shes) for i in range(shn)]
-        self.syms, self.relocs = {}, []
-        for nm, typ, fl, addr, off, sz, link, info, al, es in sh:
-            if typ in (2, 11):  # SYMTAB, DYNSYM
-                st = sh[link][4]
-                tab = []
-                for k in range(sz // 24):
-                    n, inf, oth, shx, val, ssz = struct.unpack_from("<IBBHQQ", blob, off + 24 * k)
-                    s = blob[st + n : blob.index(b"\0", st + n)].decode()
-                    tab.append((s, val, shx, ssz))
-                    if shx:
-                        self.syms[s] = (val, ssz)
-            if typ == 4:  # RELA
-                ltab = sh[link]
-                for k in range(sz // 24):
-                    ro, ri, ra = struct.unpack_from("<QQq", blob, off + 24 * k)
-                    n, inf, oth, shx, val, ssz = (
-                        struct.unpack_from("<IBBHQQ", blob, ltab[4] + 24 * (ri >> 32))
-                        if ri >> 32
-                        else (0,) * 6
-                    )
-                    self.relocs.append((ro, ri & 0xFFFFFFFF, val, ra))
+        self.meta: dict[str, Any] = {}
+        for kind, _, offset, address, _, size, _, _ in programs:
+            if kind == _LOAD:
+                self.image[address : address + size] = blob[offset : offset + size]
+            elif kind == _NOTE:
+                self._read_note(blob[offset : offset + size])
+        sections = [struct.unpack_from("<IIQQQQIIQQ", blob, shoff + i * shsize) for i in range(shcount)]
+        self.symbols: dict[str, int] = {}
+        self._relocations: list[_Relocation] = []
+        for section in sections:
+            if section[1] in _SYMBOL_TABLES:
+                self._read_symbols(section, sections[section[6]])
+            elif section[1] == _RELOCATIONS:
+                self._read_relocations(section, sections[section[6]])
         self.text = next(
-            (
-                (addr, sz)
-                for (nm, typ, fl, addr, off, sz, *_) in sh
-                if blob[sh[shstr][4] + nm :].split(b"\0", 1)[0] == b".text"
-            ),
+            ((s[3], s[5]) for s in sections if self._string(sections[names][4] + s[0]) == ".text"),
             (0, self.size),
         )
 
-    def _note(self, d):
-        p = 0
-        while p + 12 <= len(d):
-            ns, ds, ty = struct.unpack_from("<III", d, p)
-            p += 12
-            nm = d[p : p + ns].rstrip(b"\0")
-            p += (ns + 3) & ~3
-            if nm == b"AMDGPU" and ty == 32:
-                self.meta = msgpack_loads(d[p : p + ds])
-            p += (ds + 3) & ~3
+    def load(self, base: int) -> bytearray:
+        """The image relocated for a load address."""
+        image = bytearray(self.image)
+        for r in self._relocations:
+            absolute, relative = base + r.symbol + r.addend, r.symbol + r.addend - r.offset
+            value, size = {
+                13: (base + r.addend, 8),  # RELATIVE64
+                3: (absolute, 8),  # ABS64
+                5: (relative, 8),  # REL64
+                4: (relative, 4),  # REL32
+                6: (absolute, 4),  # ABS32
+                10: (relative, 4),  # REL32_LO
+                11: (relative >> 32, 4),  # REL32_HI
+            }[r.kind]
+            image[r.offset : r.offset + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        return image
 
-    def load(self, base: int):
-        """Relocated image for a load address."""
-        im = bytearray(self.image)
-        for ro, ty, sv, ad in self.relocs:
-            if ty == 13:
-                struct.pack_into("<Q", im, ro, (base + ad) & (2**64 - 1))  # RELATIVE64
-            elif ty == 3:
-                struct.pack_into("<Q", im, ro, (base + sv + ad) & (2**64 - 1))  # ABS64
-            elif ty == 5:
-                struct.pack_into("<q", im, ro, sv + ad - ro)  # REL64
-            elif ty == 4:
-                struct.pack_into("<i", im, ro, sv + ad - ro)  # REL32
-            elif ty == 6:
-                struct.pack_into("<I", im, ro, (base + sv + ad) & 0xFFFFFFFF)  # ABS32
-            elif ty == 10:
-                struct.pack_into("<I", im, ro, (sv + ad - ro) & 0xFFFFFFFF)  # REL32_LO
-            elif ty == 11:
-                struct.pack_into("<I", im, ro, ((sv + ad - ro) >> 32) & 0xFFFFFFFF)  # REL32_HI
-            else:
-                raise NotImplementedError(f"AMDGPU relocation type {ty}")
-        return im
+    def kernel(self, name: str) -> Kernel:
+        """The descriptor of a kernel by its name."""
+        if f"{name}.kd" not in self.symbols:
+            known = [s.removesuffix(".kd") for s in self.symbols if s.endswith(".kd")]
+            raise ValueError(f"kernel: given {name!r}, accepted one of {known}")
+        at = self.symbols[f"{name}.kd"]
+        group, private, kernarg = struct.unpack_from("<III", self.image, at)
+        (entry,) = struct.unpack_from("<q", self.image, at + 16)
+        rsrc1, rsrc2, props, preload = struct.unpack_from("<IIHH", self.image, at + 48)
+        kernels = self.meta.get("amdhsa.kernels", [])
+        meta = next((k for k in kernels if k[".symbol"] == f"{name}.kd"), {})
+        return Kernel(name, at + entry, meta, group, private, kernarg, rsrc1, rsrc2, props, preload)
 
-    def kernels(self):
-        return [s[:-3] for s in self.syms if s.endswith(".kd")]
+    def _string(self, at: int) -> str:
+        return self._blob[at : self._blob.index(b"\0", at)].decode()
 
-    def kernel(self, name: str | None = None) -> Kernel:
-        ks = self.kernels()
-        if name is None:
-            assert len(ks) == 1, f"pick one of {ks}"
-            name = ks[0]
-        if name not in ks:
-            c = [k for k in ks if name in k]
-            assert len(c) == 1, f"{name!r} not in {ks}"
-            name = c[0]
-        off = self.syms[name + ".kd"][0]
-        kd = bytes(self.image[off : off + 64])
-        g, p, ka, _ = struct.unpack_from("<IIII", kd, 0)
-        eo = struct.unpack_from("<q", kd, 16)[0]
-        r3, r1, r2 = struct.unpack_from("<III", kd, 44)
-        (props,) = struct.unpack_from("<H", kd, 56)
-        meta = next((k for k in self.meta.get("amdhsa.kernels", []) if k[".symbol"] == name + ".kd"), {})
-        return Kernel(name, off + eo, kd, meta, g, p, ka, r1, r2, r3, props)
+    def _read_note(self, note: bytes) -> None:
+        at = 0
+        while at + 12 <= len(note):
+            name_size, size, kind = struct.unpack_from("<III", note, at)
+            name = note[at + 12 : at + 12 + name_size].rstrip(b"\0")
+            at += 12 + (name_size + 3 & ~3)
+            if name == b"AMDGPU" and kind == _METADATA_NOTE:
+                self.meta = MessagePack(note[at : at + size]).value()
+            at += size + 3 & ~3
+
+    def _read_symbols(self, section: tuple[int, ...], strings: tuple[int, ...]) -> None:
+        for i in range(section[5] // 24):
+            name, _, _, defined_in, value, _ = struct.unpack_from("<IBBHQQ", self._blob, section[4] + 24 * i)
+            if defined_in:
+                self.symbols[self._string(strings[4] + name)] = value
+
+    def _read_relocations(self, section: tuple[int, ...], symbols: tuple[int, ...]) -> None:
+        for i in range(section[5] // 24):
+            offset, info, addend = struct.unpack_from("<QQq", self._blob, section[4] + 24 * i)
+            (value,) = (
+                struct.unpack_from("<Q", self._blob, symbols[4] + 24 * (info >> 32) + 8)
+                if info >> 32
+                else (0,)
+            )
+            self._relocations.append(_Relocation(offset, info & 0xFFFFFFFF, value, addend))

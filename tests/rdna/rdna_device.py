@@ -121,7 +121,7 @@ def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedu
     for name, array, output in zip(names, passed, result.outputs, strict=False):
         if name in WRITTEN:
             array[:] = output
-    entry.executed, entry.unreplicated = result.dyn, result.wmma_unreplicated
+    entry.executed, entry.unreplicated = result.executed, result.unreplicated
 
 
 def _bytes_of(t: torch.Tensor) -> Any:

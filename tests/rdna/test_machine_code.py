@@ -73,3 +73,10 @@ def test_matches_the_reference(case: dict[str, Any], results: dict[str, dict[str
     assert result["close"], f"worst {result['worst']:.3g}, rms {result['rms']:.3g}"
     assert result["unreplicated"] == 0, "WMMA operands differ between half waves"
     assert sum(c["wmma"] for c in result["counts"]) > 0, "no matrix instruction ran"
+
+
+def test_an_access_past_a_tensor_is_a_fault():
+    case = _case("gfx1151", "fp16", True, 128, (16, 128, 256), short_scales=True)
+    (result,) = run_cases([case], processes=1)
+    assert "memory fault" in result["error"]
+    assert "buffer_load" in result["error"]

@@ -146,6 +146,10 @@ BAD = {
     "scale shape": ({"scales": torch.zeros(16, 3, dtype=FP16)}, r"scales: given float16 \[16, 3\]"),
     "scale type": ({"scales": torch.zeros(16, 2, dtype=torch.int16)}, "scales: given int16"),
     "activation-type zero points": ({"zeros": torch.zeros(16, 2, dtype=FP16)}, "zeros: given float16"),
+    "activation type in the packed extents": (
+        {"zeros": torch.zeros(2, 2, dtype=FP16)},
+        "zeros: given float16",
+    ),
     "zero points unpacked": ({"zeros": torch.zeros(16, 2, dtype=torch.int32)}, r"accepted int32 \[2, 2\]"),
     "bias type": ({"bias": torch.zeros(16)}, "bias: given float32"),
     "bias length": ({"bias": torch.zeros(8, dtype=FP16)}, r"accepted contiguous float16 \[16\]"),

@@ -1,0 +1,207 @@
+"""Plant faults in the kernels one at a time; each must turn its named tests red.
+
+    python tests/mutations.py [NAME ...]
+
+Every fault edits a copy of the package, never the working tree, and runs the tests named beside it against the copy.
+Prints a table; exits 1 when a fault passes its tests, or when the code it edits is no longer there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in `file`, once; `tests` are pytest arguments that must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+SKINNY, KN = "kernels/linear/triton_skinny.py", "kernels/linear/triton_kn.py"
+LAYOUT = "kernels/skinny_layout.py"
+SKINNY_TESTS, KN_TESTS = "tests/kernels/test_triton_skinny.py", "tests/kernels/test_triton_kn.py"
+LAYOUT_TESTS = "tests/kernels/test_skinny_layout.py"
+
+FAULTS = (
+    Fault(
+        "neighbouring group's scale",
+        SKINNY,
+        "group = tl.minimum(step + 1, last - 1) * BK // G",
+        "group = (tl.minimum(step + 1, last - 1) * BK // G) ^ 1",
+        f"{SKINNY_TESTS} -k every_format",
+    ),
+    Fault(
+        "zero point dropped",
+        SKINNY,
+        "zero = (zero_word >> z_shift) & 0xF",
+        "zero = ((zero_word >> z_shift) & 0xF) * 0 + 8",
+        f"{SKINNY_TESTS} -k 'every_format and asym'",
+    ),
+    Fault(
+        "zero point of the row beside it",
+        SKINNY,
+        "z_shift = ((safe_n % 8) * 4)",
+        "z_shift = (((safe_n ^ 1) % 8) * 4)",
+        f"{SKINNY_TESTS} -k 'every_format and asym'",
+    ),
+    Fault(
+        "step wider than a group is let through",
+        SKINNY,
+        "if tile.block_k > group_size or group_size % tile.block_k:",
+        "if False:",
+        f"{SKINNY_TESTS} -k wider_than_a_group",
+    ),
+    Fault(
+        "tile's step not clamped to the group",
+        "kernels/tiles/__init__.py",
+        "block_k = min(tile.block_k, g)",
+        "block_k = tile.block_k",
+        "tests/kernels/test_tiles.py -k clamped",
+    ),
+    Fault(
+        "nibble order reversed in the kernel",
+        SKINNY,
+        "nibbles = (words >> (4 * P)) & 0x000F000F",
+        "nibbles = (words >> (12 - 4 * P)) & 0x000F000F",
+        f"{SKINNY_TESTS} -k every_format",
+    ),
+    Fault(
+        "lanes of a pair exchanged",
+        SKINNY,
+        "return tl.reshape(tl.join(low, high), (BN, BK))",
+        "return tl.reshape(tl.join(high, low), (BN, BK))",
+        f"{SKINNY_TESTS} -k every_format",
+    ),
+    Fault(
+        "shuffle left out of the packing",
+        LAYOUT,
+        "        _swap_bits(chunk, 8, 0x0000FF00)\n    scales",
+        "    scales",
+        f"{LAYOUT_TESTS} -k shift",
+    ),
+    Fault(
+        "bias dropped",
+        SKINNY,
+        "out += tl.load(bias_ptr + safe_n).to(tl.float32)[None, :]",
+        "out += 0.0",
+        f"{SKINNY_TESTS} -k every_format",
+    ),
+    Fault(
+        "bias added by every part of K",
+        SKINNY,
+        "HAS_BIAS=bias is not None and tile.split_k == 1",
+        "HAS_BIAS=bias is not None",
+        f"{SKINNY_TESTS} -k split_k",
+    ),
+    Fault(
+        "padding read: row stride taken from K",
+        SKINNY,
+        "        words.stride(0),\n        scales.stride(0),",
+        "        words.shape[1],\n        scales.stride(0),",
+        f"{SKINNY_TESTS} -k padding",
+    ),
+    Fault(
+        "rows of x past M read",
+        SKINNY,
+        "safe_m = tl.minimum(rows_m, M - 1).to(tl.int64)",
+        "safe_m = (rows_m - rows_m % BM).to(tl.int64)",
+        f"{SKINNY_TESTS} -k ragged",
+    ),
+    Fault(
+        "every stride padded",
+        LAYOUT,
+        "if cliff and stride % cliff == 0 else stride",
+        "if cliff else stride",
+        f"{LAYOUT_TESTS} -k cliff",
+    ),
+    Fault(
+        "zero points of the activation type let through",
+        SKINNY,
+        "if zeros.dtype != torch.int32 or tuple(zeros.shape)",
+        "if tuple(zeros.shape)",
+        f"{SKINNY_TESTS} -k named",
+    ),
+    Fault(
+        "undersized view let through",
+        SKINNY,
+        "if end * t.element_size() > t.untyped_storage().nbytes():",
+        "if False:",
+        f"{SKINNY_TESTS} -k undersized",
+    ),
+    Fault(
+        "[K, N/8]: neighbouring group's scale",
+        KN,
+        "group = k0 // GROUP",
+        "group = (k0 // GROUP) ^ 1",
+        f"{KN_TESTS} -k every_format",
+    ),
+    Fault(
+        "[K, N/8]: square zero points of unknown format not transposed",
+        KN,
+        'orientation = "ng" if shape == accepted["ng"] else "gn"',
+        'orientation = "gn" if shape == accepted["gn"] else "ng"',
+        f"{KN_TESTS} -k oriented",
+    ),
+)
+
+
+def copy_package(folder: Path) -> None:
+    """The package as `import nybble` finds it, copied."""
+    for part in ("kernels", "service", "csrc"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, folder / "nybble" / part, ignore=ignore)
+
+
+def verdict(fault: Fault) -> str:
+    """ "red" when the fault fails its tests, else what went wrong."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_package(folder)
+        target = folder / "nybble" / fault.file
+        source = target.read_text()
+        if source.count(fault.old) != 1:
+            return f"the code is there {source.count(fault.old)} times, not once"
+        target.write_text(source.replace(fault.old, fault.new))
+        run = subprocess.run(
+            f"{sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}",
+            shell=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+        )
+    if run.returncode == 1:
+        return "red"
+    return "GREEN" if run.returncode == 0 else f"pytest exit {run.returncode}: {run.stdout[-200:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    names = parser.parse_args().names
+    faults = [f for f in FAULTS if not names or f.name in names]
+    survived = 0
+    for fault in faults:
+        result = verdict(fault)
+        survived += result != "red"
+        print(f"{fault.name:62} {fault.file:34} {result}", flush=True)
+    print(f"{len(faults)} faults, {survived} not caught")
+    return 1 if survived or not faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

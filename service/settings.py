@@ -65,7 +65,12 @@ class Settings(BaseSettings):
     )
     prefill_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step.")
     prefill_tokens_busy: int = Field(64, ge=1, description="The same while other requests are decoding.")
-    lm_head: str = Field("auto", min_length=1, description="Format of the output head; auto decides.")
+    lm_head: str = Field(
+        "auto",
+        min_length=1,
+        description="keep: a 16-bit output head as it is; int4: read in int4, with the 64 best logits from the 16-bit "
+        "rows; auto: int4 on a CPU, else keep.",
+    )
     dense_copies: Literal["disabled", "enabled", "auto"] = Field(
         "disabled",
         description="16-bit copies of the int4 layers for faster prefill: enabled refuses to start where they leave no "

@@ -30,7 +30,7 @@ OnBytes = Callable[[int, int], None]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Output head by --lm-head: how a 16-bit head is kept. Group size and symmetry of the int4 one.
+# --lm-head: a 16-bit output head as it is, or read in int4 and rescored (see RescoredHead), in groups of this size.
 HEADS = ("auto", "keep", "int4")
 HEAD_GROUP_SIZE = 32
 

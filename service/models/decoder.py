@@ -86,7 +86,35 @@ class SideBySide:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
+class RescoredHead:
+    """An output head read in int4, with the best candidates' logits from its 16-bit rows.
+
+    The int4 product over the whole vocabulary, a quarter of the bytes, finds the RESCORED best tokens; their rows are
+    then multiplied exactly. What is sampled comes almost always from those; the others' int4 logits only share in the
+    sum. weight [V, C] is the tied embedding, resident anyway, or the untied head itself.
+    """
+
+    # On the demo: perplexity +1.2 % over the 16-bit head with 64, +10 % with the int4 logits alone, +0.7 % with 128.
+    RESCORED = 64
+
+    def __init__(self, screen: W4A16Linear, weight: torch.Tensor) -> None:
+        self.screen = screen
+        self.weight = weight
+        self.count = min(self.RESCORED, weight.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return self.screen.nbytes + self.weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.screen(x)
+        best = logits.topk(self.count, dim=-1, sorted=False).indices
+        exact = torch.bmm(self.weight[best], x.unsqueeze(-1)).squeeze(-1)
+        return logits.scatter_(1, best, exact)
+
+
 Linear = W4A16Linear | DenseLinear | SideBySide
+Head = W4A16Linear | DenseLinear | RescoredHead
 
 
 def block_modules(c: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -125,7 +153,7 @@ class Decoder:
         embedding: torch.Tensor,
         blocks: Sequence[Block],
         norm: RmsNorm,
-        head: Linear,
+        head: Head,
         rope: RopeTable,
         attention: AttentionBackend,
     ) -> None:
@@ -141,22 +169,20 @@ class Decoder:
 
     @property
     def linears(self) -> dict[str, list[Linear]]:
-        """Layer kind -> the layers of that kind."""
+        """Layer kind -> the layers of that kind; of a rescored head its int4 part."""
         kinds: dict[str, list[Linear]] = {"qkv": [], "o": [], "gate_up": [], "down": []}
         for b in self.blocks:
             for kind, layer in zip(kinds, (b.qkv, b.o, b.gate_up, b.down), strict=True):
                 kinds[kind].append(layer)
-        return {**kinds, "lm_head": [self.head]}
+        return {**kinds, "lm_head": [self.head.screen if isinstance(self.head, RescoredHead) else self.head]}
 
     @property
     def nbytes(self) -> int:
         """Resident bytes of the weights; a head that shares the embedding counts once."""
-        shared = (
-            isinstance(self.head, DenseLinear) and self.head.weight.data_ptr() == self.embedding.data_ptr()
-        )
-        total = (
-            self.embedding.nbytes + self.norm.nbytes + self.rope.nbytes + (0 if shared else self.head.nbytes)
-        )
+        total = self.embedding.nbytes + self.norm.nbytes + self.rope.nbytes + self.head.nbytes
+        if isinstance(self.head, (DenseLinear, RescoredHead)):
+            shared = self.head.weight.data_ptr() == self.embedding.data_ptr()
+            total -= self.head.weight.nbytes if shared else 0
         for b in self.blocks:
             parts = (b.input_norm, b.qkv, b.o, b.post_norm, b.gate_up, b.down)
             total += sum(p.nbytes for p in parts) + (b.qk_norm[0].nbytes if b.qk_norm else 0)
@@ -222,7 +248,7 @@ def load(
 ) -> Decoder:
     """Read every weight of `config` from `source` onto `device`.
 
-    quantize_head turns a 16-bit output head into int4; a tied embedding itself stays 16-bit. dense keeps a dequantised
+    quantize_head turns a 16-bit output head into int4, for a RescoredHead. dense keeps a dequantised
     copy of every int4 layer of the blocks (not of the head, which few rows reach). Raises what the source
     raises (CheckpointError) and ValueError when no kernel fits a layer.
     """
@@ -304,7 +330,9 @@ def load(
     else:
         weight = source.linear("lm_head", c.vocab_size, c.hidden_size)
     if quantize_head is not None and isinstance(weight, torch.Tensor):
-        weight = quantize_head(weight)
-    head = single(weight, None, "lm_head", copy=False)
+        screen = W4A16Linear(quantize_head(weight), None, dtype, device, broken=broken, label="lm_head")
+        head: Head = RescoredHead(screen, weight.to(device, dtype))
+    else:
+        head = single(weight, None, "lm_head", copy=False)
     rope = RopeTable(c.rope, max_positions, dtype, device)
     return Decoder(c, embedding, blocks, final_norm, head, rope, attention)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from twins import TWINS, twin
+from twins import TWINS, round_to_int4, twin
 
 from nybble.kernels.attention import CacheShape, Span, backend_for
 from nybble.kernels.target import cpu_target
 from nybble.service.errors import CheckpointError
 from nybble.service.models import ARCHITECTURES, Batch, load, read_config
+from nybble.service.models.decoder import RescoredHead
 
 CPU = torch.device("cpu")
 BLOCK = 8
@@ -103,6 +104,27 @@ def test_a_missing_bias_is_named():
     del source.tensors["model.layers.1.self_attn.k_proj.bias"]
     with pytest.raises(CheckpointError, match=r"layers.1.self_attn.k_proj.bias: missing"):
         decoder(source, raw)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-bias"], ids=["untied", "tied"])
+def test_a_rescored_head_is_exact_where_it_matters(name):
+    _, source, raw = twin(name)
+    exact = decoder(source, raw)
+    config = read_config(raw)
+    attention = backend_for(cpu_target())
+    model = load(
+        config, source, attention, torch.float32, CPU, 64, lambda w: round_to_int4(w, symmetric=False)
+    )
+    attention.allocate(
+        CacheShape(config.layers, 32, BLOCK, config.kv_heads, config.head_dim, torch.float32), CPU
+    )
+    expected, actual = run(exact, prompt(30)), run(model, prompt(30))
+    best = expected.topk(5, dim=-1).indices
+    torch.testing.assert_close(actual.gather(1, best), expected.gather(1, best), rtol=1e-4, atol=1e-4)
+    assert (actual.argmax(-1) == expected.argmax(-1)).all()
+    off = (actual - expected).abs() > 1e-3
+    assert off.sum(dim=-1).max() <= 256 - RescoredHead.RESCORED and off.any(), "the rest are int4 logits"
+    assert model.nbytes > exact.nbytes, "the int4 part is beside the 16-bit rows"
 
 
 def test_a_shared_head_is_counted_once():

@@ -104,18 +104,27 @@ def measure(
 
     fill(rounded(32, False, calibrated=False))
     yield run("G=32 asymmetric, search without calibration")
-    for group_size, symmetric in ((32, True), (64, False), (128, False)):
+    for group_size, symmetric in ((32, True), (64, False)):
         fill(rounded(group_size, symmetric, calibrated=True))
         yield run(f"G={group_size} {'symmetric' if symmetric else 'asymmetric'}, calibrated")
     with open_checkpoint(folder) as checkpoint:
         fill(lambda name: checkpoint.linear(name, *original[name].shape))
+        measured = checkpoint.head_importance(head.shape[1])
+    norm = model.model.norm.weight.detach().float().square()
+    choices = {
+        "int8 per row": int8_rows(head),
+        "int4 G=32 asymmetric, measured importance": int4(head, measured),
+        "int4 G=32 asymmetric, importance from the final norm": int4(head, norm),
+        "int4 G=32 asymmetric, no importance": int4(head, None),
+    }
     yield run("the demo folder: G=32 asymmetric, calibrated")
-    for what, weight in heads(head).items():
+    for what, weight in choices.items():
         model.lm_head.weight = torch.nn.Parameter(weight)  # untied: the embedding keeps its 16 bits
         yield run(f"the demo folder, and its head {what}")
-    fill_exact(linears, original)
-    for what, weight in heads(head).items():
-        model.lm_head.weight = torch.nn.Parameter(weight)
+    for name, module in linears.items():
+        module.weight.data.copy_(original[name])
+    for what in list(choices)[:2]:
+        model.lm_head.weight = torch.nn.Parameter(choices[what])
         yield run(f"16-bit source, but its head {what}")
 
 
@@ -129,22 +138,14 @@ def build(source: GgufSource) -> torch.nn.Module:
     return model.eval()
 
 
-def heads(head: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "int8 per row": int8_rows(head),
-        "int4 G=32 asymmetric": dequantize(quantize_tensor(head, 32, False, None, torch.bfloat16)),
-    }
+def int4(head: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    return dequantize(quantize_tensor(head, 32, False, importance, torch.bfloat16))
 
 
 def int8_rows(weight: torch.Tensor) -> torch.Tensor:
     """[N, K] through symmetric int8 with one bf16 scale per row."""
     scale = (weight.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16).float()
     return (weight / scale).round().clamp(-127, 127) * scale
-
-
-def fill_exact(linears: dict[str, torch.nn.Module], original: dict[str, torch.Tensor]) -> None:
-    for name, module in linears.items():
-        module.weight.data.copy_(original[name])
 
 
 @torch.inference_mode()

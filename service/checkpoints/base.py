@@ -11,11 +11,14 @@ from typing import Any, ClassVar, Self
 import torch
 
 from nybble.kernels.packing import PER_WORD, W4A16Weight
-from nybble.service.checkpoints.files import TensorFiles
+from nybble.service.checkpoints.files import TensorFiles, read_json
 from nybble.service.errors import CheckpointError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
+# What `nybble quantize` learnt beside the weights. JSON, because other tools take every safetensors file for weights.
+NOTES = "nybble.json"
+HEAD_IMPORTANCE = "lm_head_importance"
 
 
 class Format(ABC):
@@ -104,6 +107,20 @@ class Checkpoint:
         name = f"{module}.bias"
         return self.tensor(name) if self.has_tensor(name) else None
 
+    def head_importance(self, k: int, final_norm: str = "model.norm.weight") -> torch.Tensor | None:
+        """float32 [K]: how much each input column of the head matters, for `quantize_tensor`; None when unknown.
+
+        As measured by `nybble quantize`; for folders of other tools the square of the final norm's weight, to which
+        the mean square of the head's input is roughly proportional. Raises CheckpointError for damaged notes.
+        """
+        if (self.folder / NOTES).is_file():
+            values = read_json(self.folder / NOTES).get(HEAD_IMPORTANCE)
+            if values is not None:
+                return self._noted(values, k)
+        if final_norm not in self._files or self._files.shape(final_norm) != (k,):
+            return None
+        return self._files.peek(final_norm).float().square()
+
     def unread(self) -> list[str]:
         """Names nobody asked for, less those that cannot matter.
 
@@ -122,6 +139,14 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _noted(self, values: Any, k: int) -> torch.Tensor:
+        numbers = isinstance(values, list) and all(isinstance(v, int | float) and v >= 0 for v in values)
+        if not numbers or len(values) != k:
+            raise CheckpointError(
+                f"{self.folder / NOTES}: {HEAD_IMPORTANCE}: accepted {k} numbers >= 0; remove this file or quantise again"
+            )
+        return torch.tensor(values, dtype=torch.float32)
 
     def _irrelevant(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""How much each input column of each linear layer matters: the mean square of the activations it meets.
+"""How much each input column of a linear layer matters: the mean square of the activations it meets.
 
 The 16-bit model runs once over a short text, one decoder layer in memory at a time: the model is built without
 storage, and each layer's weights are read when its turn comes and dropped after it. transformers' own model code runs
@@ -15,6 +15,7 @@ import torch
 
 from nybble.service.errors import CheckpointError
 
+HEAD = "lm_head"
 WINDOW = 512  # tokens per sequence
 WITHOUT = "quantise without calibration (calibrate=False) for plain rounding"
 
@@ -105,7 +106,7 @@ def importance(
     ids: torch.Tensor,
     on_tensor: Callable[[str], None],
 ) -> dict[str, torch.Tensor]:
-    """Mean square of every input column, float32 [K], for each named linear module.
+    """Mean square of every input column, float32 [K], for each named linear module of the blocks and for HEAD.
 
     config: the 16-bit model's config.json. read(name) gives a tensor by its full name. ids [B, S] are run as one
     batch in float32. on_tensor(name) is called after each tensor read. Raises CheckpointError when transformers has
@@ -146,7 +147,8 @@ def importance(
             if module is not model.get_output_embeddings():
                 load(module, name)
     with torch.inference_mode():
-        model.base_model(ids, use_cache=False)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
+    found[HEAD] = hidden.flatten(0, -2).square().mean(0)
     missing = sorted(set(modules) - set(found))
     if missing:
         raise CheckpointError(

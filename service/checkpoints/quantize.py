@@ -1,6 +1,7 @@
 """`nybble quantize`: a 16-bit model (GGUF file or Hugging Face folder) to a compressed-tensors W4A16 folder.
 
-Linear layers of the decoder become int4; embeddings, norms, the head and routers stay 16-bit. Tensors pass one at a
+Linear layers of the decoder become int4; embeddings, norms, the head and routers stay 16-bit. What calibration learnt
+about the head is noted in nybble.json, for servers that quantise the head as they load it. Tensors pass one at a
 time, so memory stays at one shard plus the largest tensor. The folder appears under its name only when complete.
 """
 
@@ -22,7 +23,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
-from nybble.service.checkpoints.calibration import importance, text_tokens
+from nybble.service.checkpoints.base import HEAD_IMPORTANCE, NOTES
+from nybble.service.checkpoints.calibration import HEAD, importance, text_tokens
 from nybble.service.checkpoints.files import TensorFiles, read_json
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.rounding import quantize_tensor
@@ -123,6 +125,9 @@ def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progr
     with staging(dst) as folder:
         source.write_files(folder)
         weights = _importance(source, modules, folder, progress) if options.calibrate else {}
+        if HEAD in weights:
+            values = [float(f"{v:.4g}") for v in weights[HEAD].tolist()]
+            _write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
         _write_tensors(source, modules, weights, options, folder, progress)
         _write_config(source, modules, options, folder)
 

@@ -120,10 +120,12 @@ def test_importance_equals_what_a_whole_model_sees(folder_16_bit: Path) -> None:
                 lambda m, args, name=name: expected.update({name: args[0].flatten(0, -2).square().mean(0)})
             )
     with torch.inference_mode():
-        model(ids)
+        expected["lm_head"] = (
+            model(ids, output_hidden_states=True).hidden_states[-1].flatten(0, -2).square().mean(0)
+        )
     source = FolderSource(folder_16_bit)
     read: list[str] = []
-    found = importance(source.config, source.tensor, set(expected), ids, read.append)
+    found = importance(source.config, source.tensor, set(expected) - {"lm_head"}, ids, read.append)
     assert sorted(read) == sorted(source.names()), "each tensor is read once"
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -143,6 +145,25 @@ def test_calibration_lowers_the_error_of_the_outputs(folder_16_bit: Path, tmp_pa
         with open_checkpoint(tmp_path / str(calibrate)) as checkpoint:
             error[calibrate] = ((dequantize(checkpoint.linear(DOWN, 128, 256)) - w).square() * h).sum().item()
     assert error[True] < error[False]
+
+
+def test_head_importance_is_noted(folder_16_bit: Path, tmp_path: Path) -> None:
+    quantize(folder_16_bit, tmp_path / "out", progress=False)
+    quantize(folder_16_bit, tmp_path / "plain", PLAIN, progress=False)
+    source = FolderSource(folder_16_bit)
+    h = importance(source.config, source.tensor, {DOWN}, text_tokens(folder_16_bit), lambda name: None)[
+        "lm_head"
+    ]
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        torch.testing.assert_close(checkpoint.head_importance(128), h, rtol=1e-3, atol=0)
+        with pytest.raises(CheckpointError, match="nybble.json: lm_head_importance: accepted 64 numbers"):
+            checkpoint.head_importance(64)
+    with open_checkpoint(tmp_path / "plain") as checkpoint:
+        assert torch.equal(checkpoint.head_importance(128), torch.ones(128)), (
+            "the square of a final norm of ones"
+        )
+        assert checkpoint.head_importance(64) is None
+        assert "model.norm.weight" in checkpoint.unread()
 
 
 def test_calibration_text_is_plain_english_of_a_few_windows(folder_16_bit: Path) -> None:

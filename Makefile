@@ -25,7 +25,7 @@ CSRC := $(wildcard csrc/*.h csrc/*.hip csrc/*.cu csrc/*.cpp)
 ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
 	humming-kernels==0.1.20 tabulate==0.10.0 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1
 
-.PHONY: serve test test-slow test-checkpoints test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve test test-slow test-checkpoints test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
@@ -42,6 +42,10 @@ test-slow:
 test-checkpoints:
 	@$(READY) test
 	$(PYTEST) -m checkpoints $(PYTEST_ARGS)
+
+test-mutations:
+	@$(READY) test
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} .venv/bin/python tests/mutations.py
 
 test-rdna:
 	@$(READY) test

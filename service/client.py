@@ -398,10 +398,11 @@ class EngineClient:
 
     def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
-        self._stats = message.stats
-        self.gemm_latest.update(message.stats.gemm_latest)
-        if self.observer is not None and message.stats.gemm_samples:
-            self.observer.gemm(message.stats.gemm_samples)
+        if message.stats is not None:
+            self._stats = message.stats
+            self.gemm_latest.update(message.stats.gemm_latest)
+            if self.observer is not None and message.stats.gemm_samples:
+                self.observer.gemm(message.stats.gemm_samples)
         for output in message.outputs:
             live = self._live.get(output.request_id)
             if live is None:

@@ -156,6 +156,62 @@ FAULTS = (
         'orientation = "gn" if shape == accepted["gn"] else "ng"',
         f"{KN_TESTS} -k oriented",
     ),
+    Fault(
+        "CPU int4: zero point dropped",
+        "kernels/linear/cpu.py",
+        "shift = (SYMMETRIC_ZERO - weight.zeros.to(torch.float32)) * scales",
+        "shift = torch.zeros_like(scales)",
+        "tests/kernels/test_linear.py -k every_cpu_path",
+    ),
+    Fault(
+        "self-check that accepts anything",
+        "kernels/selfcheck.py",
+        "if error_norm <= tolerance:",
+        "if True:",
+        "tests/kernels/test_linear.py tests/kernels/test_hybrid.py -k selfcheck",
+    ),
+    Fault(
+        "path that failed its self-check is served",
+        "kernels/linear/backends.py",
+        "if fits and all((kernel.name, path) in broken for path in kernel.paths):",
+        "if False:",
+        "tests/engine/test_engine.py -k selfcheck",
+    ),
+    Fault(
+        "skinny routed beyond what LDS holds",
+        "kernels/linear/route.py",
+        "if km <= limits.skinny_max_km:",
+        "if km <= 2 * limits.skinny_max_km:",
+        "tests/kernels/test_linear.py -k routes",
+    ),
+    Fault(
+        "dense copies taken without room",
+        "service/memory.py",
+        'return "enabled" if needs.dense_bytes <= dense_budget else "refused"',
+        'return "enabled"',
+        "tests/service/test_memory.py -k dense",
+    ),
+    Fault(
+        "attention window one too wide",
+        "kernels/attention/sdpa.py",
+        "visible &= key > position - window",
+        "visible &= key >= position - window",
+        "tests/kernels/test_attention.py",
+    ),
+    Fault(
+        "preempted sequence not computed again",
+        "service/engine/scheduler.py",
+        "        sequence.computed = 0\n",
+        "        sequence.computed = sequence.prompt_len\n",
+        "tests/engine/test_engine.py -k preemption",
+    ),
+    Fault(
+        "GPTQ v1 zero points not shifted by one",
+        "service/checkpoints/gptq.py",
+        "zeros = (zeros + 1) & 0xF",
+        "zeros = zeros & 0xF",
+        "tests/checkpoints/test_readers.py",
+    ),
 )
 
 

@@ -11,7 +11,6 @@ from nybble.service.engine.protocol import (
     EngineConfig,
     EngineInfo,
     EngineStats,
-    Outputs,
     Request,
     StepOutput,
     Token,
@@ -24,7 +23,7 @@ from nybble.service.engine.sequence import Sequence
 class Engine:
     """Continuous batching over one model.
 
-        add(request) ... step() -> Outputs ... abort(id)
+        add(request) ... step() -> outputs ... abort(id)
 
     Nothing a request carries can raise out of `step`: what cannot be served ends that request alone, with
     finish_reason "error" and a sentence.
@@ -45,6 +44,7 @@ class Engine:
         self._refused: list[StepOutput] = []
         self._finished: Counter[str] = Counter()
         self._started = 0
+        self._told = (0, 0, 0, 0)
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._nonfinite = 0
@@ -75,7 +75,7 @@ class Engine:
             self._scheduler.remove(sequence)
             self._finished[reason] += 1
 
-    def step(self) -> Outputs:
+    def step(self) -> tuple[StepOutput, ...]:
         """Run one step for everything that is running."""
         started = perf_counter()
         forward_before = self._runner.forward_seconds
@@ -86,13 +86,22 @@ class Engine:
         for sequence, token in self._runner.run(step) if step else ():
             outputs.append(self._advance(sequence, token))
         self._steps += 1
-        stats = self.stats()
         self._overhead_seconds += perf_counter() - started - (self._runner.forward_seconds - forward_before)
-        return Outputs(tuple(outputs), stats)
+        return tuple(outputs)
+
+    @property
+    def stats_due(self) -> bool:
+        """Whether the last snapshot no longer says where every request is."""
+        return self._places() != self._told
+
+    def _places(self) -> tuple[int, int, int, int]:
+        s = self._scheduler
+        return self._started, self._finished.total(), len(s.running), len(s.waiting)
 
     def stats(self) -> EngineStats:
         """A consistent snapshot; takes the GEMM samples gathered since the last one."""
         scheduler = self._scheduler
+        self._told = self._places()
         return EngineStats(
             started=self._started,
             finished=dict(self._finished),

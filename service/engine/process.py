@@ -18,6 +18,7 @@ from nybble.service.errors import NybbleError
 log = logging.getLogger("nybble.engine")
 
 _PROGRESS_EVERY_S = 0.2
+_STATS_EVERY_S = 0.1
 
 
 def main(conn: Connection, config: EngineConfig) -> None:
@@ -53,6 +54,7 @@ def _run(conn: Connection, config: EngineConfig) -> None:
 
     engine = build_engine(config, on_bytes)
     conn.send(engine.info)
+    told = monotonic()
     while True:
         # Asleep while there is nothing to do; otherwise take what has arrived and go on.
         while not engine.has_work or conn.poll(0):
@@ -66,7 +68,11 @@ def _run(conn: Connection, config: EngineConfig) -> None:
             if not engine.has_work:
                 # The last request was aborted: no step follows, but the gauges must say so.
                 conn.send(Outputs((), engine.stats()))
-        conn.send(engine.step())
+        outputs = engine.step()
+        stats = None
+        if engine.stats_due or monotonic() - told >= _STATS_EVERY_S:
+            stats, told = engine.stats(), monotonic()
+        conn.send(Outputs(outputs, stats))
 
 
 def _send_failure(conn: Connection, failure: Failed) -> None:

@@ -175,7 +175,6 @@ class KernelReport:
     nbytes: int
 
 
-@_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class RouteReport:
     """Rows first..last of M (last None: and all above) take this path, for this reason, with this tile if any."""
@@ -187,6 +186,7 @@ class RouteReport:
     tile: str | None
 
 
+@_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
@@ -215,10 +215,14 @@ class EngineStats:
 @_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """All that a step produced, with the stats after it. An idle engine sends none."""
+    """All that a step produced. An idle engine sends none.
+
+    stats: the snapshot after it, always there when a request has come, gone or changed places since the last one; while
+    the same requests go on decoding, only a few times a second, since most of a short message's cost is in it.
+    """
 
     outputs: tuple[StepOutput, ...]
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 @dataclass(frozen=True, slots=True)

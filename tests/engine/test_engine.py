@@ -50,7 +50,7 @@ def run(engine, *requests, stagger=0):
             if pending and not stagger:
                 continue
         idle -= 1
-        for out in engine.step().outputs:
+        for out in engine.step():
             tokens[out.request_id] += [t.token_id for t in out.tokens]
             if out.finish_reason:
                 finished[out.request_id] = out
@@ -191,7 +191,7 @@ def test_an_answer_ends_where_the_context_does():
     outputs = []
     engine.add(request("r", range(3, 13), 100))
     while engine.has_work:
-        outputs += engine.step().outputs
+        outputs += engine.step()
     assert outputs[-1].finish_reason == "length" and len(outputs) == 6
 
 
@@ -215,7 +215,7 @@ def test_what_can_never_run_ends_with_a_sentence_and_harms_nobody(engine, bad, m
     engine.add(bad)
     tokens, error = [], None
     while engine.has_work:
-        for out in engine.step().outputs:
+        for out in engine.step():
             if out.request_id == "good":
                 tokens += [t.token_id for t in out.tokens]
             else:
@@ -229,7 +229,7 @@ def test_the_same_id_twice_ends_the_second(engine):
     engine.add(request("twin", [5, 6], 4))
     outputs = []
     while engine.has_work:
-        outputs += engine.step().outputs
+        outputs += engine.step()
     assert sorted(o.finish_reason for o in outputs if o.finish_reason) == ["error", "length"]
 
 
@@ -255,7 +255,8 @@ def test_started_is_finished_plus_running_plus_waiting_at_every_step():
         engine.add(request(f"r{i}", range(3, 10 + i), 3 + i))
     engine.add(request("bad", []))
     while engine.has_work:
-        s = engine.step().stats
+        engine.step()
+        s = engine.stats()
         assert s.started == sum(s.finished.values()) + s.running + s.waiting == 10
     assert s.generation_tokens == sum(3 + i for i in range(9))
 
@@ -275,7 +276,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(engine):
     engine.step()
     engine.add(request("other", prompt, 5))
     head.__class__ = Broken
-    out = engine.step().outputs  # decode of "victim" is row 0; "other" prefills: row 0 of its own pass
+    out = engine.step()  # decode of "victim" is row 0; "other" prefills: row 0 of its own pass
     head.__class__ = Broken.__mro__[1]
     assert {o.finish_reason for o in out} == {"error"}
     assert "not finite" in out[0].error
@@ -289,7 +290,8 @@ def test_gemm_calls_are_counted_by_path_and_phase_and_some_are_timed():
     samples = 0
     engine.add(request("r", range(3, 13), 5))
     while engine.has_work:
-        for values in engine.step().stats.gemm_samples.values():
+        engine.step()
+        for values in engine.stats().gemm_samples.values():
             assert all(v > 0 for v in values)
             samples += len(values)
     layers = 2 * 4  # the 16-bit head is no int4 GEMM

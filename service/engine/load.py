@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         dtype = _dtype(config.dtype, model_config, device)
         attention = backend_for(target)
         positions = config.max_model_len or model_config.max_positions
-        head = _head_quantizer(config.lm_head, model_config, dtype, target)
+        head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
         expected = replace(
@@ -138,7 +138,7 @@ def _readings(device: torch.device) -> Readings:
 
 
 def _head_quantizer(
-    mode: str, model: DecoderConfig, dtype: torch.dtype, target: Target
+    mode: str, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, target: Target
 ) -> HeadQuantizer | None:
     """auto: int4 on a CPU in bfloat16, where the head is a third of a small model's bytes; kept elsewhere."""
     if mode not in HEADS:
@@ -154,7 +154,8 @@ def _head_quantizer(
         )
     from nybble.service.checkpoints.quantize import quantize_tensor
 
-    return partial(quantize_tensor, group_size=HEAD_GROUP_SIZE, symmetric=False)
+    importance = checkpoint.head_importance(model.hidden_size)
+    return partial(quantize_tensor, group_size=HEAD_GROUP_SIZE, symmetric=False, importance=importance)
 
 
 def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:

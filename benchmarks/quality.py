@@ -32,6 +32,7 @@ from nybble.service.checkpoints.calibration import importance, text_tokens
 from nybble.service.checkpoints.demo import source_gguf
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.quantize import quantize_tensor
+from nybble.service.models.decoder import RescoredHead
 
 WINDOW = 1024
 TOKENS = 6 * WINDOW  # of each text, from its start
@@ -121,6 +122,12 @@ def measure(
     for what, weight in choices.items():
         model.lm_head.weight = torch.nn.Parameter(weight)  # untied: the embedding keeps its 16 bits
         yield run(f"the demo folder, and its head {what}")
+    model.lm_head.weight = torch.nn.Parameter(int4(head, measured))
+    hook = model.lm_head.register_forward_hook(rescored(head))
+    yield run(
+        f"the demo as served on a CPU: head int4, best {RescoredHead.RESCORED} logits from its 16-bit rows"
+    )
+    hook.remove()
     for name, module in linears.items():
         module.weight.data.copy_(original[name])
     for what in list(choices)[:2]:
@@ -140,6 +147,17 @@ def build(source: GgufSource) -> torch.nn.Module:
 
 def int4(head: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
     return dequantize(quantize_tensor(head, 32, False, importance, torch.bfloat16))
+
+
+def rescored(head: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A forward hook that does to an int4 head's logits what RescoredHead does."""
+
+    def hook(module: torch.nn.Module, args: tuple[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+        best = logits.topk(RescoredHead.RESCORED, dim=-1).indices
+        exact = torch.matmul(head[best], args[0].unsqueeze(-1)).squeeze(-1)
+        return logits.scatter(-1, best, exact)
+
+    return hook
 
 
 def int8_rows(weight: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import triton
 from gemm_problem import QWEN3_8B, Timing, commit, random_weight, random_x, time_cold
 
-from nybble.kernels.linear import triton_kn, triton_skinny
+from nybble.kernels.linear import W4A16Linear, triton_kn, triton_skinny
 from nybble.kernels.linear.reference import dequantize
 from nybble.kernels.packing import W4A16Weight, unpack_rows
 from nybble.kernels.skinny_layout import pack
@@ -44,6 +44,11 @@ def nybble_kn(weight: W4A16Weight) -> Gemm:
 def dense(weight: W4A16Weight) -> Gemm:
     w = dequantize(weight, torch.bfloat16)
     return lambda x: torch.nn.functional.linear(x, w)
+
+
+def nybble_layer(weight: W4A16Weight) -> Gemm:
+    """The layer as it is served with dense copies: routed, so from RouteLimits.dense_min_m rows on the copy."""
+    return W4A16Linear(weight, None, torch.bfloat16, weight.q.device, dense=True)
 
 
 def tinygemm(weight: W4A16Weight) -> Gemm:
@@ -73,6 +78,7 @@ PATHS: dict[str, Callable[[W4A16Weight], Gemm]] = {
     "skinny": nybble_skinny,
     "kn": nybble_kn,
     "dense": dense,
+    "layer": nybble_layer,
     "tinygemm": tinygemm,
     "gemlite": gemlite,
 }

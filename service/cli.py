@@ -6,6 +6,7 @@ Modules are imported by the command that needs them: the engine process imports 
 from __future__ import annotations
 
 import inspect
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,6 +37,11 @@ def main() -> None:
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_RUNTIME)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def tidy_on_sigterm() -> None:
+    """SIGTERM then ends the process as an error would, so that what is half-made is removed."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class UsageError(ConfigError):
@@ -121,6 +127,7 @@ def resolve(model: str) -> None:
     """Print the folder of MODEL, after fetching or converting it if need be."""
     from nybble.service.checkpoints import resolve as find
 
+    tidy_on_sigterm()
     print(find(model))
 
 
@@ -142,4 +149,5 @@ def quantize(
     from nybble.service.checkpoints.quantize import QuantizeOptions
     from nybble.service.checkpoints.quantize import quantize as run
 
+    tidy_on_sigterm()
     run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))

@@ -6,6 +6,9 @@ what to change.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class NybbleError(Exception):
     """Base of all errors that are meant to be shown. status and type follow OpenAI's error object."""
@@ -82,3 +85,14 @@ class ConfigError(NybbleError):
     status = 500
     type = "invalid_request_error"
     code = "bad_config"
+
+
+@contextmanager
+def well_formed(where: str) -> Iterator[None]:
+    """For code that reads a file of somebody else's by its rules: a value of another kind becomes a CheckpointError."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{where}: a value is not of the kind it should be ({type(error).__name__}: {error}); fetch the file again"
+        ) from error

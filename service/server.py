@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2
 ENGINE_EXIT_S = 10.0
 PROGRESS_EVERY_S = 2.0
+# Whoever signals a whole group of processes may be heard twice: from them, and from a `make` that passes it on.
+SAME_SIGNAL_S = 0.3
 
 
 def bar_torch() -> None:
@@ -138,6 +140,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._client = client
         self._timeout_s = settings.shutdown_timeout_s
+        self._signalled_s = 0.0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -150,7 +153,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         try:
             await super().startup(sockets)
-        except SystemExit:
+        except (SystemExit, UnicodeError):  # the latter for a name that no host can have
+            self._client.kill()
             where = f"{self.config.host}:{self.config.port}"
             raise ConfigError(f"cannot listen on {where}; choose another --host or --port") from None
         port = self.servers[0].sockets[0].getsockname()[1]
@@ -161,6 +165,10 @@ class _Server(uvicorn.Server):
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
+        now = time.monotonic()
+        if now - self._signalled_s < SAME_SIGNAL_S:
+            return
+        self._signalled_s = now
         if self.should_exit:
             logger.warning("%s again: ending at once", name)
             self.force_exit = True

@@ -77,7 +77,10 @@ class Settings(BaseSettings):
         "room for one request of max_model_len, auto goes on without them.",
     )
     threads: int = Field(
-        0, ge=0, description="CPU threads of the engine; 0: as many as are fastest, measured at start."
+        0,
+        ge=0,
+        le=1024,
+        description="CPU threads of the engine; 0: as many as are fastest, measured at start.",
     )
     gemm_sample_every: int = Field(
         32, ge=0, description="Time the GEMM calls of one in this many steps; 0: of none."

@@ -230,8 +230,10 @@ class TextCodec:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(f"{folder}: the tokenizer cannot be read: {first_line[:300]}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if not Path(folder, "tokenizer.json").is_file():
+                reason = "no tokenizer.json in this folder; give a folder as Hugging Face models are laid out"
+            raise CheckpointError(f"{folder}: the tokenizer cannot be read: {reason[:300]}") from error
         return cls(tokenizer)
 
     @property
@@ -259,7 +261,7 @@ class TextCodec:
         """The text of a whole sequence, special tokens left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         """The prompt text that the model's own template makes of a conversation, ready for the answer.
 
         Raises InvalidRequest without a template, or with the template's own message when it rejects the messages.
@@ -278,7 +280,9 @@ class TextCodec:
             text.encode()  # a lone surrogate in a variable is no text
         except jinja2.TemplateError as error:
             raise _template_error(str(error) or type(error).__name__) from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        except (
+            *(TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError),
+        ) as error:
             # The template is the model author's program: what it trips over is something in the messages.
             raise _template_error(f"{type(error).__name__}: {error}") from error
         return text

@@ -33,8 +33,10 @@ from nybble.service.text import SHORT_TEXT_CHARS, TextCodec
 # Variables that apply_chat_template sets itself.
 RESERVED_VARIABLES = frozenset(
     (
+        "self",
         "messages",
         "conversation",
+        "conversations",
         "tools",
         "documents",
         "chat_template",

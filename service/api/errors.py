@@ -32,7 +32,7 @@ REJECTIONS: dict[type[NybbleError], str] = {
     QueueFull: "queue_full",
     Unavailable: "unavailable",
 }
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+_HTTP_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
 
 
 def error_object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -79,6 +79,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = {
+        # The only one that FastAPI raises: a body that json.loads trips over, other than by its syntax.
+        400: "the body is not valid JSON: it is not UTF-8, nested too deep, or has a number of too many digits",
         404: f"{request.method} {_short(request.url.path)}: there is no such route",
         405: f"{request.method} is not allowed on {_short(request.url.path)}",
     }.get(status, str(error.detail))
@@ -102,7 +104,7 @@ def _explain(problem: Mapping[str, Any]) -> dict[str, Any]:
     param = _param(problem["loc"])
     kind, code = problem["type"], "invalid_value"
     if kind == "json_invalid":
-        detail = problem.get("ctx", {}).get("error", "")
+        detail = problem.get("ctx", {}).get("error", "").removesuffix(" at")
         return error_object(
             f"the body is not valid JSON: {detail} at character {location[0]}",
             "invalid_request_error",

@@ -15,7 +15,7 @@ from nybble.service.checkpoints.base import Checkpoint, Format
 from nybble.service.checkpoints.compressed_tensors import CompressedTensors
 from nybble.service.checkpoints.files import PICKLES, read_json
 from nybble.service.checkpoints.gptq import Gptq
-from nybble.service.errors import CheckpointError
+from nybble.service.errors import CheckpointError, well_formed
 
 __all__ = ["FORMATS", "Checkpoint", "Format", "open_checkpoint", "resolve"]
 
@@ -82,10 +82,13 @@ def _format_of(folder: Path, config: dict[str, Any]) -> Format:
             f"{folder}: config.json has no quantization_config, so these are 16-bit weights; quantise them first: "
             f"nybble quantize {folder} DST"
         )
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{where}: given {quantization!r:.100}, accepted an object")
     method = quantization.get("quant_method")
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"{where}: quant_method: given {method!r}, accepted {', '.join(FORMATS)}")
-    return FORMATS[method](quantization, where)
+    with well_formed(where):
+        return FORMATS[method](quantization, where)
 
 
 def _fetch(model: str) -> Path:

@@ -117,8 +117,14 @@ def importance(
 
     def load(module: torch.nn.Module, prefix: str) -> None:
         state = {}
-        for name, _ in module.named_parameters():
-            state[name] = read(f"{prefix}.{name}").float()
+        for name, expected in module.named_parameters():
+            value = read(f"{prefix}.{name}")
+            if value.shape != expected.shape:
+                raise CheckpointError(
+                    f"tensor {prefix}.{name}: given {list(value.shape)}, accepted {list(expected.shape)} by config.json: "
+                    "the two do not belong together"
+                )
+            state[name] = value.float()
             on_tensor(f"{prefix}.{name}")
         module.load_state_dict(state, strict=False, assign=True)
 
@@ -146,6 +152,11 @@ def importance(
         ):
             if module is not model.get_output_embeddings():
                 load(module, name)
+    highest, vocabulary = int(ids.max()), model.get_input_embeddings().num_embeddings
+    if highest >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer gives token {highest}, config.json's vocab_size is {vocabulary}: the two do not belong together"
+        )
     with torch.inference_mode():
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
     found[HEAD] = hidden.flatten(0, -2).square().mean(0)
@@ -167,8 +178,9 @@ def _skeleton(config: dict[str, Any]) -> Any:
             model = AutoModelForCausalLM.from_config(
                 parsed, dtype=torch.float32, attn_implementation="eager"
             ).eval()
-    except (ValueError, KeyError, TypeError, ImportError) as error:
-        raise CheckpointError(f"transformers cannot build this model ({error}); {WITHOUT}") from error
+    except Exception as error:  # transformers and its config checks raise whatever they like
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot build this model ({reason[:300]}); {WITHOUT}") from error
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             model.set_submodule(name, _with_buffers(name, module, parsed))

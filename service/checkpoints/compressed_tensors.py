@@ -59,6 +59,9 @@ class CompressedTensors(Format):
         self._schemes = [
             _scheme(group, f"{where}: config_groups.{name}", default_format) for name, group in groups.items()
         ]
+        for pattern in (*self._ignore, *(target for scheme in self._schemes for target in scheme.targets)):
+            if pattern.startswith(REGEX):
+                _check_pattern(pattern, where)
 
     def read(self, checkpoint: Checkpoint, module: str, n: int, k: int) -> W4A16Weight:
         scheme = self._scheme_of(module)
@@ -100,6 +103,15 @@ def _is_match(target: str, module: str) -> bool:
     return target.startswith(REGEX) and re.match(target.removeprefix(REGEX), module) is not None
 
 
+def _check_pattern(pattern: str, where: str) -> None:
+    try:
+        re.compile(pattern.removeprefix(REGEX))
+    except re.error as error:
+        raise CheckpointError(
+            f"{where}: given the pattern {pattern!r}, accepted a regular expression ({error})"
+        ) from error
+
+
 def _is_class(target: str, module: str) -> bool:
     return target == "Linear"
 
@@ -128,7 +140,8 @@ def _scheme(group: dict[str, Any], where: str, default_format: str | None) -> Sc
     group_size = weights.get("group_size")
     if weights["strategy"] == "channel" or group_size is None:
         group_size = -1
-    return Scheme(tuple(group.get("targets") or ()), int(group_size), bool(weights.get("symmetric", True)))
+    targets = tuple(str(target) for target in group.get("targets") or ())
+    return Scheme(targets, int(group_size), bool(weights.get("symmetric", True)))
 
 
 def _check_shape(checkpoint: Checkpoint, module: str, n: int, k: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nybble.service.errors import CheckpointError
+from nybble.service.errors import CheckpointError, well_formed
 
 # GGUF architecture -> (Hugging Face class, model_type, q and k rows are interleaved for rotary pairs)
 ARCHITECTURES = {
@@ -84,11 +84,12 @@ class GgufSource:
                 f"{path}: not a complete GGUF file ({error}); fetch the file again"
             ) from error
         self._fields = self._reader.fields
-        self._arch = str(self._get("general.architecture"))
-        if self._arch not in ARCHITECTURES:
-            raise self._refused("general.architecture", self._arch, ", ".join(ARCHITECTURES))
-        self._tensors = {self._hf_name(t.name): t for t in self._reader.tensors}
-        self.config = self._config()
+        with well_formed(str(path)):
+            self._arch = str(self._get("general.architecture"))
+            if self._arch not in ARCHITECTURES:
+                raise self._refused("general.architecture", self._arch, ", ".join(ARCHITECTURES))
+            self._tensors = {self._hf_name(t.name): t for t in self._reader.tensors}
+            self.config = self._config()
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -106,15 +107,18 @@ class GgufSource:
         try:
             # np.array: a copy that owns its memory, as the reader's arrays map the file read-only.
             value = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32))
-        except (NotImplementedError, ValueError) as error:
+            return self._rows_in_order(name, value.view(self.shape(name)))
+        except (NotImplementedError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.path}: tensor {stored.name} of type {stored.tensor_type.name} cannot be read ({error}); {OTHER_WAY}"
             ) from error
-        value = value.view(self.shape(name))
-        return self._rows_in_order(name, value)
 
     def write_files(self, folder: Path) -> None:
         """tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja."""
+        with well_formed(f"{self.path}: tokenizer"):
+            self._write_files(folder)
+
+    def _write_files(self, folder: Path) -> None:
         self._tokenizer().save(str(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", self._tokenizer_config())
         ids = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -212,7 +216,10 @@ class GgufSource:
         normalizer, splits, gpt2_pattern = PRE_TOKENIZERS[pre]
         tokens = self._get("tokenizer.ggml.tokens")
         merges = [tuple(merge.split(" ", 1)) for merge in self._get("tokenizer.ggml.merges")]
-        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+        try:
+            tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+        except Exception as error:  # tokenizers has no narrower one
+            raise CheckpointError(f"{self.path}: tokenizer.ggml.merges: {error}; {OTHER_WAY}") from error
         if normalizer is not None:
             tokenizer.normalizer = normalizer
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2_pattern)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -119,17 +120,22 @@ def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progr
     CheckpointError, naming the module or file and the remedy.
     """
     options = options or QuantizeOptions()
-    refuse_filled(dst)
-    source = open_source(src)
-    modules = _modules(source, options.group_size, src)
-    with staging(dst) as folder:
-        source.write_files(folder)
-        weights = _importance(source, modules, folder, progress) if options.calibrate else {}
-        if HEAD in weights:
-            values = [float(f"{v:.4g}") for v in weights[HEAD].tolist()]
-            _write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
-        _write_tensors(source, modules, weights, options, folder, progress)
-        _write_config(source, modules, options, folder)
+    try:
+        refuse_filled(dst)
+        source = open_source(src)
+        modules = _modules(source, options.group_size, src)
+        with staging(dst) as folder:
+            source.write_files(folder)
+            weights = _importance(source, modules, folder, progress) if options.calibrate else {}
+            if HEAD in weights:
+                values = [float(f"{v:.4g}") for v in weights[HEAD].tolist()]
+                _write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
+            _write_tensors(source, modules, weights, options, folder, progress)
+            _write_config(source, modules, options, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{dst}: cannot be made from {src} ({error}); free some space or choose another place"
+        ) from error
 
 
 def open_source(src: Path) -> Source:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nybble.kernels.rope import INV_FREQ, RopeConfig
-from nybble.service.errors import ConfigError
+from nybble.service.errors import ConfigError, well_formed
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,14 @@ _GENERATION = frozenset(
 def read_config(raw: Mapping[str, Any], folder: Path | None = None) -> DecoderConfig:
     """config.json's content -> DecoderConfig. `folder` adds the end-of-sequence ids of the files beside it.
 
-    Raises ConfigError naming the field, the value given and what is accepted.
+    Raises ConfigError naming the field, the value given and what is accepted, CheckpointError for a file whose
+    values are of another kind than they should be.
     """
+    with well_formed("config.json"):
+        return _read_config(raw, folder)
+
+
+def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
     names = raw.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
     arch = ARCHITECTURES.get(str(name))
@@ -174,7 +181,7 @@ def read_config(raw: Mapping[str, Any], folder: Path | None = None) -> DecoderCo
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=max_positions,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope=_rope(raw, head_dim, max_positions),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=arch.qkv_bias(raw),
@@ -216,6 +223,15 @@ def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) ->
     return value
 
 
+def _number(fields: Mapping[str, Any], field: str, default: float | None, where: str = "") -> float:
+    value = fields.get(field)
+    if value is None:
+        value = default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {where}{field} is {value!r}: accepted a positive number")
+    return float(value)
+
+
 _ROPE_FIELDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -240,8 +256,13 @@ _ROPE_FIELDS: dict[str, frozenset[str]] = {
 def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
     """RoPE from rope_parameters (transformers 5) or rope_theta and rope_scaling (4.x); both may stand side by side."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    given = raw.get(where) or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"config.json: {where} is {_short(given)}: accepted an object")
+    fields = dict(given)
+    theta = _number(
+        {"rope_theta": fields.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta", 10000.0
+    )
     kind = str(fields.pop("rope_type", None) or fields.get("type") or "default")
     fields.pop("type", None)
     if kind not in INV_FREQ:
@@ -256,14 +277,7 @@ def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConf
         return RopeConfig("default", theta, head_dim)
 
     def number(field: str, default: float | None = None) -> float:
-        value = fields.get(field)
-        if value is None:
-            value = default
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(
-                f"config.json: {where}.{field} is {value!r}: accepted a positive number for {kind}"
-            )
-        return float(value)
+        return _number(fields, field, default, f"{where}.")
 
     factor = number("factor")
     if kind == "linear":
@@ -293,7 +307,6 @@ def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConf
 
 def _yarn_attention_factor(fields: Mapping[str, Any], factor: float) -> float:
     """The scale of cos and sin: stated, or 0.1 ln(factor) + 1, or the ratio of the two mscale variants of it."""
-    import math
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -325,7 +338,11 @@ def _tokenizer_eos(folder: Path) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         return None
-    tokenizer = _read_json(folder / "tokenizer.json")
+    with well_formed("tokenizer.json"):
+        return _token_id(_read_json(folder / "tokenizer.json"), text)
+
+
+def _token_id(tokenizer: dict[str, Any], text: str) -> int | None:
     for added in tokenizer.get("added_tokens") or []:
         if added.get("content") == text:
             return int(added["id"])

@@ -182,6 +182,13 @@ async def test_the_templates_own_refusal_is_a_bad_request() -> None:
         assert "roles must alternate" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["self", "conversations", "messages", "tokenize"])
+def test_a_variable_of_the_renderers_own_is_refused_by_name(http: httpx.Client, name: str) -> None:
+    refused = http.post("/v1/chat/completions", json={"messages": USER, "chat_template_kwargs": {name: 1}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"the variable {name!r} cannot be set"
+
+
 @pytest.mark.anyio
 async def test_a_variable_that_is_no_text_is_a_bad_request() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.byte_level())

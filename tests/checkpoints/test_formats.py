@@ -411,3 +411,34 @@ def test_a_plain_weight_of_another_shape_or_type_is_named(write) -> None:
             checkpoint.linear("b", 4, 8)
         with pytest.raises(CheckpointError, match=r"module c has neither c\.weight_packed nor c\.weight"):
             checkpoint.linear("c", 4, 8)
+
+
+@pytest.mark.parametrize("given", [True, "awq", [1]])
+def test_a_quantization_config_that_is_no_object(write, given: Any) -> None:
+    with pytest.raises(CheckpointError, match="quantization_config: given .*, accepted an object"):
+        open_checkpoint(write(given, {}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_method": ["x"]},
+        {"ignore": 5},
+        {"config_groups": [1]},
+        {"config_groups": {"group_0": None}},
+        {"sparsity_config": "x"},
+        {"ignore": ["re:("]},
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_is_refused(write, change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="quantization_config: "):
+        open_checkpoint(write(_compressed() | change, {}))
+
+
+@pytest.mark.parametrize(
+    "change", [{"group_size": "x"}, {"group_size": float("nan")}, {"group_size": [32]}], ids=str
+)
+def test_a_group_size_of_another_kind_is_refused(write, change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="quantization_config: "):
+        open_checkpoint(write(_compressed(**change), {}))

@@ -128,3 +128,28 @@ def test_truncated_file(gguf_file: Path, tmp_path: Path, keep: int) -> None:
     (tmp_path / "cut.gguf").write_bytes(gguf_file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="cut.gguf: not a complete GGUF file"):
         GgufSource(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        (b"smollm", b"smoll\xff", "tokenizer: a value is not of the kind"),
+        (b"llama", b"llam\xff", "a value is not of the kind"),
+    ],
+    ids=["tokenizer", "architecture"],
+)
+def test_a_damaged_text(gguf_file: Path, tmp_path: Path, old: bytes, new: bytes, where: str) -> None:
+    data = gguf_file.read_bytes()
+    assert old in data
+    (tmp_path / "bad.gguf").write_bytes(data.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=f"bad.gguf: {where}"):
+        GgufSource(tmp_path / "bad.gguf").write_files(tmp_path)
+
+
+def test_heads_that_do_not_fit_the_tensors(gguf_writer: Any, tmp_path: Path, folder_16_bit: Path) -> None:
+    tensors = load_file(folder_16_bit / "model.safetensors")
+    gguf_writer(tmp_path / "m.gguf", tensors)
+    source = GgufSource(tmp_path / "m.gguf")
+    source.config["num_attention_heads"] = 1000
+    with pytest.raises(CheckpointError, match=r"tensor blk.0.attn_q.weight .* cannot be read"):
+        source.tensor("model.layers.0.self_attn.q_proj.weight")

@@ -222,6 +222,35 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="transformers cannot build this model.*calibrate=False"):
             quantize(source, tmp_path / "out", progress=False)
 
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"intermediate_size": 512}, "tensor .* accepted .* by config.json"),
+            ({"vocab_size": 1024, "num_attention_heads": 3}, "transformers cannot build this model"),
+        ],
+        ids=["size", "heads"],
+    )
+    def test_config_that_does_not_fit_the_weights(
+        self, folder_16_bit: Path, tmp_path: Path, change: dict[str, Any], says: str
+    ) -> None:
+        shutil.copytree(folder_16_bit, tmp_path / "src")
+        config = json.loads((tmp_path / "src" / "config.json").read_text())
+        (tmp_path / "src" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=says):
+            quantize(tmp_path / "src", tmp_path / "out", progress=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+    def test_tokenizer_of_another_model(self, folder_16_bit: Path) -> None:
+        config = json.loads((folder_16_bit / "config.json").read_text())
+        read = load_file(folder_16_bit / "model.safetensors").__getitem__
+        with pytest.raises(CheckpointError, match="gives token 5000, config.json's vocab_size is 1024"):
+            importance(config, read, [DOWN], torch.tensor([[5000]]), lambda name: None)
+
+    def test_destination_that_cannot_be_made(self, folder_16_bit: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match="file/out: cannot be made from"):
+            quantize(folder_16_bit, tmp_path / "file" / "out", PLAIN, progress=False)
+
     def test_group_size_is_checked(self) -> None:
         with pytest.raises(ValueError, match="group_size: given 48, accepted 32, 64, 128"):
             QuantizeOptions(group_size=48)

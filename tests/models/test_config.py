@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nybble.service.errors import ConfigError
+from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.models import read_config
 
 LLAMA = {
@@ -43,6 +43,10 @@ LLAMA = {
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "knee": 1}}, "field not understood: knee"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small': accepted a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
+        ({"rope_parameters": "default"}, 'rope_parameters is "default": accepted an object'),
     ],
     ids=lambda v: json.dumps(v) if isinstance(v, dict) else None,
 )
@@ -101,3 +105,18 @@ def test_an_unreadable_file_beside_the_config_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match="generation_config.json"):
         read_config(LLAMA, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [{"added_tokens": 5}, {"added_tokens": [1]}, {"model": 5}], ids=json.dumps
+)
+def test_a_value_of_another_kind_names_its_file(tmp_path, tokenizer):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="tokenizer.json: a value is not of the kind it should be"):
+        read_config(LLAMA, tmp_path)
+
+
+def test_a_layer_count_beyond_all_bounds_is_refused():
+    with pytest.raises(CheckpointError, match="config.json: a value is not of the kind it should be"):
+        read_config(LLAMA | {"num_hidden_layers": 10**30})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nybble.service import cli
+from nybble.service.checkpoints.quantize import staging
 from nybble.service.settings import Settings, flag_name
 
 
@@ -66,3 +68,15 @@ def test_a_model_that_does_not_exist_is_exit_code_1() -> None:
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert cli.find_model(str(tmp_path)) == str(tmp_path)
+
+
+def test_sigterm_leaves_nothing_half_made(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        cli.tidy_on_sigterm()
+        with pytest.raises(SystemExit) as caught, staging(tmp_path / "out"):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())

@@ -178,6 +178,26 @@ def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path, number: int)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_that_comes_twice_at_once_is_one(folder: Path, tmp_path: Path, number: int) -> None:
+    """As from a terminal or a supervisor that signals the whole group, and a `make` in it that passes it on."""
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=SLOW_BODY | {"max_tokens": 5, "stream": True}
+        ) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            for _ in range(2):
+                os.kill(server.process.pid, number)
+                time.sleep(0.05)
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
+        assert server.process.wait(15) == 0
+        assert "ending at once" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_second_signal_ends_an_engine_that_does_not(folder: Path, tmp_path: Path, number: int) -> None:
     (folder / fake_engine.IGNORE_SHUTDOWN).touch()
     with run_server(folder, tmp_path / "log") as server:
@@ -242,6 +262,13 @@ def test_a_port_in_use_ends_with_one_sentence(folder: Path, tmp_path: Path) -> N
         code, log = ended(folder, tmp_path, "--port", str(port))
     assert code == 1
     assert log.splitlines()[-1].startswith(f"nybble: cannot listen on 127.0.0.1:{port}")
+    assert "Traceback" not in log
+
+
+def test_a_host_that_cannot_be_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
+    code, log = ended(folder, tmp_path, "--host", "a..b")
+    assert code == 1
+    assert log.splitlines()[-1] == "nybble: cannot listen on a..b:0; choose another --host or --port"
     assert "Traceback" not in log
 
 

@@ -233,6 +233,10 @@ class TestChat:
         with pytest.raises(InvalidRequest, match="TypeError"):
             codec.render_chat([{"role": 5, "content": "hi"}])
 
+    def test_no_variable_can_take_the_place_of_an_argument(self, codec: TextCodec) -> None:
+        with pytest.raises(InvalidRequest, match="TypeError"):
+            codec.render_chat([{"role": "user", "content": "hi"}], **{"self": 1})
+
     def test_without_a_template_chat_is_refused(self, sentencepiece_codec: TextCodec) -> None:
         with pytest.raises(InvalidRequest, match="/v1/completions"):
             sentencepiece_codec.render_chat([{"role": "user", "content": "hi"}])
@@ -274,3 +278,8 @@ def test_fewest_tokens_is_never_too_many(codec: TextCodec, sentencepiece_codec: 
         for one in (codec, sentencepiece_codec):
             assert one.fewest_tokens(text) <= len(one.encode(text))
     assert codec.fewest_tokens("x" * 10_000) > 100
+
+
+def test_a_folder_without_a_tokenizer_is_said_so(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: no tokenizer.json in this folder"):
+        TextCodec.load(tmp_path)

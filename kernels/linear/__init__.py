@@ -129,7 +129,7 @@ class W4A16Linear:
         RECORDER.calls[path, RECORDER.phase] += 1
         if not RECORDER.sampling:
             return self.run(x, path)
-        started = perf_counter()
+        mark = RECORDER.start(x.device)
         y = self.run(x, path)
-        RECORDER.sample(path, perf_counter() - started, self.label, m)
+        RECORDER.stop(mark, path, self.label, m)
         return y

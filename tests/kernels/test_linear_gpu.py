@@ -4,7 +4,7 @@ import pytest
 import torch
 from weights import make_weight
 
-from nybble.kernels.linear import W4A16Linear, linear_reference
+from nybble.kernels.linear import RECORDER, W4A16Linear, linear_reference
 from nybble.kernels.linear.backends import BACKENDS
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import detect
@@ -75,6 +75,28 @@ def test_a_layer_compiles_into_one_graph(gpu):
     x = torch.randn(4, 512, device=gpu).half()
     compiled = torch.compile(layer.run, fullgraph=True)
     torch.testing.assert_close(compiled(x, "triton"), layer(x))
+
+
+def test_sampled_calls_take_device_time_without_waiting(gpu):
+    """A large and a small GEMM: the times are the device's, so they differ as the work does."""
+    layers = [
+        W4A16Linear(make_weight(n, 4096, 128, True), None, torch.float16, gpu, label=str(n))
+        for n in (64, 16384)
+    ]
+    inputs = [torch.randn(2048, 4096, device=gpu).half() for _ in layers]
+    for layer, x in zip(layers, inputs, strict=True):
+        layer(x)  # compiled
+    torch.cuda.synchronize()
+    RECORDER.reset()
+    RECORDER.phase, RECORDER.sampling = "prefill", True
+    for layer, x in zip(layers, inputs, strict=True):
+        layer(x)
+    RECORDER.sampling = False
+    torch.cuda.synchronize()
+    (samples,) = RECORDER.take_samples().values()
+    latest = RECORDER.take_latest()
+    assert len(samples) == 2 and 1e-6 < samples[0] < samples[1] < 0.1
+    assert latest["16384", "triton"] == (samples[1], 2048)
 
 
 def test_the_table_is_that_of_this_device(gpu):

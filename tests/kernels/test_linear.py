@@ -195,3 +195,11 @@ def test_a_path_that_raises_in_its_selfcheck_is_left_out(monkeypatch):
     check = check_paths(CPU, torch.bfloat16, cpu_target())
     assert check.broken["cpu_int4", "cpu"] == "RuntimeError: no such instruction"
     assert ("cpu_exact", "cpu") not in check.broken
+
+
+def test_the_routed_and_counted_call_compiles_into_one_graph():
+    layer = W4A16Linear(make_weight(64, 128, 32, False), torch.ones(64), torch.float32, CPU)
+    compiled = torch.compile(lambda x: layer(x) * 2, backend="eager", fullgraph=True)
+    for m in (4, 9):
+        x = torch.randn(m, 128)
+        torch.testing.assert_close(compiled(x), layer(x) * 2)

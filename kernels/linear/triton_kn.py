@@ -239,11 +239,8 @@ def launch(
     if tile is None:
         arch = triton_skinny.arch_of(x.device)
         tile = tile_for(arch, m, n, k, 256 if whole else group_size, x.dtype, zeros is None, "kn")
-    if not whole and group_size % tile.block_k:
-        raise ValueError(
-            f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
-            "(a wider step would take one group's scale for its neighbour)"
-        )
+    if not whole:
+        triton_skinny.check_step(tile, group_size)
     backend = triton_skinny.backend_of(x.device)
     w4a16_kn[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
         x,

@@ -314,11 +314,7 @@ def launch(
     gluon = _gluon_kernel() if arch.startswith(RDNA) else None
     if tile is None:
         tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None, table_name(arch))
-    if tile.block_k > group_size or group_size % tile.block_k:
-        raise ValueError(
-            f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
-            "(a wider step would take one group's scale for its neighbour)"
-        )
+    check_step(tile, group_size)
     x = _off_the_cliff(x, arch)
     out = y if tile.split_k == 1 else x.new_empty(tile.split_k, m, n, dtype=torch.float32)
     if gluon:
@@ -372,6 +368,15 @@ def _launch_tiles(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def check_step(tile: Tile, group_size: int) -> None:
+    """Raise ValueError unless each step along K lies within one group."""
+    if tile.block_k > group_size or group_size % tile.block_k:
+        raise ValueError(
+            f"tile block_k {tile.block_k}: given group_size {group_size}, accepted a block_k that divides it "
+            "(a wider step would take one group's scale for its neighbour)"
+        )
 
 
 def _off_the_cliff(x: torch.Tensor, arch: str) -> torch.Tensor:

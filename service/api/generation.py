@@ -15,12 +15,17 @@ from typing import Any
 from nybble.service.api.schemas import SamplingFields
 from nybble.service.api.state import Service
 from nybble.service.client import EngineClient
-from nybble.service.engine.protocol import EngineInfo, Request, SamplingParams, StepOutput, Token
+from nybble.service.engine.protocol import (
+    LOGPROB_FLOOR,
+    EngineInfo,
+    Request,
+    SamplingParams,
+    StepOutput,
+    Token,
+)
 from nybble.service.errors import GenerationFailed, InvalidRequest
 from nybble.service.text import TextCodec, TextStream
 
-# Logits of minus infinity have this log probability: JSON has no infinities.
-LOGPROB_FLOOR = -9999.0
 # top_p 0 means the single best token; a sum of probabilities is never above this by less than one token.
 LEAST_TOP_P = 1e-6
 

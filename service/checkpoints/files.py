@@ -43,6 +43,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 class TensorFiles:
     """Names, sizes and contents of all tensors of one folder.
 

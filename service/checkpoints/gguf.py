@@ -7,7 +7,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from nybble.service.checkpoints.files import write_json
 from nybble.service.errors import CheckpointError, well_formed
 
 # GGUF architecture -> (Hugging Face class, model_type, q and k rows are interleaved for rotary pairs)
@@ -108,6 +108,7 @@ class GgufSource:
             # np.array: a copy that owns its memory, as the reader's arrays map the file read-only.
             value = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32))
             return self._rows_in_order(name, value.view(self.shape(name)))
+        # gguf raises NotImplementedError for the types that it can name but not read.
         except (NotImplementedError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.path}: tensor {stored.name} of type {stored.tensor_type.name} cannot be read ({error}); {OTHER_WAY}"
@@ -120,9 +121,9 @@ class GgufSource:
 
     def _write_files(self, folder: Path) -> None:
         self._tokenizer().save(str(folder / "tokenizer.json"))
-        _write_json(folder / "tokenizer_config.json", self._tokenizer_config())
+        write_json(folder / "tokenizer_config.json", self._tokenizer_config())
         ids = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         template = self._get("tokenizer.chat_template", None)
         if template is not None:
             (folder / "chat_template.jinja").write_text(str(template), encoding="utf-8")
@@ -254,7 +255,3 @@ class GgufSource:
 def _shortest(value: float) -> float:
     """The decimal with the fewest digits that is the same float32."""
     return float(str(np.float32(value)))
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,6 @@ time, so memory stays at one shard plus the largest tensor. The folder appears u
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
 from nybble.service.checkpoints.base import HEAD_IMPORTANCE, NOTES
 from nybble.service.checkpoints.calibration import HEAD, importance, text_tokens
-from nybble.service.checkpoints.files import TensorFiles, read_json
+from nybble.service.checkpoints.files import TensorFiles, read_json, write_json
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.rounding import quantize_tensor
 from nybble.service.errors import CheckpointError
@@ -129,7 +128,7 @@ def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progr
             weights = _importance(source, modules, folder, progress) if options.calibrate else {}
             if HEAD in weights:
                 values = [float(f"{v:.4g}") for v in weights[HEAD].tolist()]
-                _write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
+                write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
             _write_tensors(source, modules, weights, options, folder, progress)
             _write_config(source, modules, options, folder)
     except (OSError, SafetensorError) as error:
@@ -296,7 +295,7 @@ class _Shards:
             self._part(i).rename(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        _write_json(self._folder / "model.safetensors.index.json", index)
+        write_json(self._folder / "model.safetensors.index.json", index)
 
     def _part(self, i: int) -> Path:
         return self._folder / f"part-{i}"
@@ -314,7 +313,7 @@ def _write_config(source: Source, modules: list[str], options: QuantizeOptions, 
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype
     config["quantization_config"] = quantization_config(options, _left_out(source, modules))
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
 
 
 def quantization_config(options: QuantizeOptions, ignore: list[str]) -> dict[str, Any]:
@@ -357,7 +356,3 @@ def _left_out(source: Source, modules: list[str]) -> list[str]:
 
 def _bar(what: str, total: int, progress: bool) -> Any:
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -52,7 +52,6 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
         attention = backend_for(target)
-        positions = config.max_model_len or model_config.max_positions
         head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
@@ -63,7 +62,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
         selfcheck = check_paths(device, dtype, target)
-        length = min(positions, model_config.max_positions)
+        length = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
         model = load(
             model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
         )

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 # "abort": the client went away. "error": see StepOutput.error.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
+# Log-probabilities go no lower: JSON has no infinities.
+LOGPROB_FLOOR = -9999.0
+
 T = TypeVar("T")
 
 

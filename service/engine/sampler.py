@@ -12,12 +12,11 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from nybble.service.engine.protocol import SamplingParams, Token
+from nybble.service.engine.protocol import LOGPROB_FLOOR, SamplingParams, Token
 from nybble.service.engine.sequence import Sequence
 
 # Top-p looks at this many best candidates first; a flat distribution that needs more is sorted whole.
 _TOP_P_CANDIDATES = 1024
-LOGPROB_FLOOR = -9999.0
 
 
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None]:

@@ -79,9 +79,6 @@ class Source:
     weights: dict[str, W4A16Weight | torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def has_tensor(self, name: str) -> bool:
-        return name in self.tensors
-
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 

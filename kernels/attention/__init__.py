@@ -63,9 +63,18 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, q: torch.Tensor, plan: Any, window: int | None, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        plan: Any,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """q [T, H, D] -> [T, H, D]. A row at position p sees positions max(0, p - window + 1)..p."""
+        """q [T, H, D] -> [T, H, D]. A row at position p sees positions max(0, p - window + 1)..p.
+
+        softcap: a score s (already scaled) becomes softcap * tanh(s / softcap) before the mask, as in Gemma 2.
+        """
 
 
 def backend_for(target: Target) -> AttentionBackend:

@@ -122,3 +122,20 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
         n=sum(w.n for w in weights),
         k=first.k,
     )
+
+
+def interleave_halves(weight: W4A16Weight) -> W4A16Weight:
+    """Rows 0, N/2, 1, N/2 + 1, ...: of a fused gate_up, every gate beside its up. N even."""
+    halves = tuple(
+        None if t is None else interleave_rows(t) for t in (weight.q, weight.scales, weight.zeros)
+    )
+    q, scales, zeros = halves
+    assert q is not None and scales is not None
+    return W4A16Weight(q, scales, zeros, weight.g_idx, weight.group_size, weight.n, weight.k)
+
+
+def interleave_rows(t: torch.Tensor) -> torch.Tensor:
+    """t [N, ...] with rows 0, N/2, 1, N/2 + 1, ... Raises ValueError for an odd N."""
+    if t.shape[0] % 2:
+        raise ValueError(f"rows to interleave: given {t.shape[0]}, accepted an even number")
+    return t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)

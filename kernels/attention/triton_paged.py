@@ -153,6 +153,7 @@ def paged_attention_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SPLIT: tl.constexpr,
+    PEEL: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -193,9 +194,9 @@ def paged_attention_kernel(
             return
         start = tl.maximum(start, (first_tile + split * per_split) * BN)
         stop = tl.minimum(stop, (first_tile + (split + 1) * per_split) * BN)
-    # Up to here every row sees every key; with a window all steps are masked.
+    # Up to here every row sees every key.
     plain = start
-    if not WINDOWED:
+    if PEEL:
         plain = tl.maximum(start, tl.minimum(stop, (first_position + 1) // BN * BN))
 
     acc = tl.zeros((BM, DP), tl.float32)
@@ -203,7 +204,7 @@ def paged_attention_kernel(
     total = tl.zeros((BM,), tl.float32)
     k_ptr = cache_ptr + kv_head * BLOCK_SIZE * D
     table_ptr += sequence * stride_table
-    if not WINDOWED:
+    if PEEL:
         acc, top, total = _attend(
             acc, top, total, q, k_ptr, table_ptr, stride_table_block, start, plain, kv_len, position, window,
             scale, softcap, KV_HEADS, D, DP, BLOCK_SIZE, BN, False, WINDOWED, CAPPED, INTERPRETED,
@@ -272,32 +273,31 @@ def reduce_splits(
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """block_m: (row, head) pairs of a program; block_n: keys of a step."""
+    """block_m: (row, head) pairs of a program; block_n: keys of a step. peel: steps that need no mask run in a loop of
+    their own, which pays where arithmetic is the limit and costs registers."""
 
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int
+    num_stages: int = 1
+    peel: bool = False
 
 
 def tile_for(target: Target, group: int, head_dim: int, few_rows: bool, max_q: int) -> AttentionTile:
     """The tile for `group` query heads a key-value head. few_rows: at most FEW_ROWS rows a sequence; then there are two
     tiles, for one row and for more, so that no row count needs a compilation of its own."""
     wide = head_dim > 128
-    if target.is_rdna or target.kind == "rocm":
-        # Operands pass through registers: a second stage would spill.
-        block_n, warps, stages = 32, 4, 1
-        most = 32 if wide else 64
+    if target.kind == "rocm":
+        # Operands live in registers: 64 rows of 128 elements with 32 keys take 236 of RDNA3's 256, two loops would spill.
+        block_n, stages, most, peel = (16 if wide else 32), 1, (16 if wide else 64), False
     elif target.lds_bytes >= 160 << 10:
-        block_n, warps, stages = (32 if wide else 64), 4, 3
-        most = 64 if wide else 128
+        block_n, stages, most, peel = (32 if wide else 64), 3, (64 if wide else 128), True
     else:
-        block_n, warps, stages = 32, 4, 2
-        most = 32 if wide else 64
+        block_n, stages, most, peel = 32, 2, (32 if wide else 64), True
     if few_rows:
         rows = 1 if max_q == 1 else FEW_ROWS
-        return AttentionTile(min(max(16, power_of_two(rows * group)), 64, most), block_n, warps, stages)
-    return AttentionTile(most, block_n, 8 if most == 128 else warps, stages)
+        return AttentionTile(min(max(16, power_of_two(rows * group)), 64, most), block_n, 4, stages)
+    return AttentionTile(most, block_n, 8 if most == 128 else 4, stages, peel)
 
 
 def splits_for(target: Target, sequences: int, kv_heads: int, row_blocks: int) -> int:
@@ -409,6 +409,7 @@ def launch_attention(
         BM=tile.block_m,
         BN=tile.block_n,
         SPLIT=split,
+        PEEL=tile.peel and window == 0,
         WINDOWED=window > 0,
         CAPPED=softcap > 0,
         INTERPRETED=launch.backend_of(q.device) == "interpreter",

@@ -10,7 +10,7 @@ The number format: w[n, k] = (q[n, k] - z[n, k // G]) * s[n, k // G] with q in 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -121,4 +121,15 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
         group_size=first.group_size,
         n=sum(w.n for w in weights),
         k=first.k,
+    )
+
+
+def take_rows(weight: W4A16Weight, rows: torch.Tensor) -> W4A16Weight:
+    """The weight of the given rows (int64 [N'], in that order)."""
+    return replace(
+        weight,
+        q=weight.q[rows],
+        scales=weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+        n=len(rows),
     )

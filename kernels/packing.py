@@ -10,7 +10,7 @@ The number format: w[n, k] = (q[n, k] - z[n, k // G]) * s[n, k // G] with q in 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -124,18 +124,17 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
     )
 
 
-def interleave_halves(weight: W4A16Weight) -> W4A16Weight:
-    """Rows 0, N/2, 1, N/2 + 1, ...: of a fused gate_up, every gate beside its up. N even."""
-    halves = tuple(
-        None if t is None else interleave_rows(t) for t in (weight.q, weight.scales, weight.zeros)
+def take_rows(weight: W4A16Weight, rows: torch.Tensor) -> W4A16Weight:
+    """The weight of the given rows (int64 [N'], in that order)."""
+    return replace(
+        weight,
+        q=weight.q[rows],
+        scales=weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+        n=len(rows),
     )
-    q, scales, zeros = halves
-    assert q is not None and scales is not None
-    return W4A16Weight(q, scales, zeros, weight.g_idx, weight.group_size, weight.n, weight.k)
 
 
-def interleave_rows(t: torch.Tensor) -> torch.Tensor:
-    """t [N, ...] with rows 0, N/2, 1, N/2 + 1, ... Raises ValueError for an odd N."""
-    if t.shape[0] % 2:
-        raise ValueError(f"rows to interleave: given {t.shape[0]}, accepted an even number")
-    return t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+def interleave_halves(n: int) -> torch.Tensor:
+    """int64 [N]: rows 0, N/2, 1, N/2 + 1, ... of a fused gate_up, so that every gate stands beside its up. N even."""
+    return torch.arange(n).view(2, -1).t().flatten()

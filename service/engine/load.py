@@ -23,7 +23,7 @@ from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
-from nybble.service.models.decoder import HeadQuantizer, block_modules
+from nybble.service.models.load import HeadQuantizer, block_modules
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
         selfcheck = check_paths(device, dtype, target)
-        length = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
+        length = min(config.max_model_len or model_config.default_positions, model_config.max_positions)
         model = load(
             model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
         )
@@ -204,7 +204,7 @@ def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: to
         workspace_bytes=rows + logits + mask,
         block_bytes=_cache_shape(config, m, dtype, 1).block_bytes,
         block_size=config.block_size,
-        model_positions=m.max_positions,
+        model_positions=m.max_positions if config.max_model_len else m.default_positions,
         max_model_len=config.max_model_len,
         max_running=config.max_running,
         kv_cache_bytes=config.kv_cache_bytes,

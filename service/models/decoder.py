@@ -211,6 +211,14 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] in the activation type."""
+        return self.logits(self.hidden(batch))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] as hidden() gives it -> [R, V], both in the activation type."""
+        return self.head(hidden)
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """What the head sees, [R, H]: R rows, those of batch.logit_rows or all."""
         c, attention = self.config, self.attention
         rows = batch.token_ids.shape[0]
         rotary, total = c.heads + c.kv_heads, c.heads + 2 * c.kv_heads
@@ -230,7 +238,7 @@ class Decoder:
             x = x + block.down(silu_mul(block.gate_up(block.post_norm(x))))
         if batch.logit_rows is not None:
             x = x[batch.logit_rows]
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
 def load(

@@ -9,12 +9,14 @@ import torch
 from nybble.kernels.attention import Span
 from nybble.kernels.linear import RECORDER
 from nybble.service.engine.protocol import Token
-from nybble.service.engine.sampler import sample
+from nybble.service.engine.sampler import sample, score
 from nybble.service.engine.scheduler import Chunk, Step
 from nybble.service.engine.sequence import Sequence
 from nybble.service.models import Batch, Decoder
 
 _STEPS_PER_THREAD_COUNT = 8
+# Rows of a scored prompt whose logits exist at one time: a chunk's would be larger than the workspace.
+_SCORED_ROWS = 16
 
 
 class Runner:
@@ -77,9 +79,12 @@ class Runner:
         spans = []
         last_rows = []
         done = []
+        scored: list[tuple[Sequence, range, int]] = []  # positions, and the row of the first
         for chunk in chunks:
             s = chunk.sequence
             stop = s.computed + chunk.count
+            if unscored := s.unscored(stop):
+                scored.append((s, unscored, len(ids) + unscored.start - s.computed))
             ids += s.tokens[s.computed : stop]
             positions += range(s.computed, stop)
             spans.append(Span(chunk.count, stop, s.blocks))
@@ -88,7 +93,7 @@ class Runner:
                 done.append(s)
         rows = (
             None
-            if len(last_rows) == len(ids)
+            if len(last_rows) == len(ids) or scored
             else torch.tensor(last_rows, dtype=torch.int64, device=self.device)
         )
         batch = Batch(
@@ -99,8 +104,24 @@ class Runner:
         )
         RECORDER.phase = phase
         started = perf_counter()
-        logits = self.model.forward(batch)
+        if scored:
+            hidden = self.model.hidden(batch)
+            for sequence, positions_of, first_row in scored:
+                self._score(hidden, sequence, positions_of, first_row)
+            logits = self.model.logits(hidden[torch.tensor(last_rows, dtype=torch.int64, device=self.device)])
+        else:
+            logits = self.model.forward(batch)
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
         return list(zip(done, sample(logits, done), strict=True)) if done else []
+
+    def _score(self, hidden: torch.Tensor, sequence: Sequence, positions: range, first_row: int) -> None:
+        """Adds the scores of the prompt tokens that follow `positions`, whose rows of hidden [R, H] begin at first_row."""
+        alternatives = sequence.request.sampling.prompt_logprobs
+        assert sequence.scored is not None and alternatives is not None
+        for start in range(0, len(positions), _SCORED_ROWS):
+            part = positions[start : start + _SCORED_ROWS]
+            logits = self.model.logits(hidden[first_row + start : first_row + start + len(part)])
+            followers = sequence.tokens[part.start + 1 : part.stop + 1]
+            sequence.scored += score(logits, followers, alternatives)

@@ -186,6 +186,20 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] in the activation type."""
+        return self.logits(self.hidden(batch))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] as hidden() gives it -> [R, V], both in the activation type."""
+        c = self.config
+        logits = self.head(hidden)
+        if c.logit_scale != 1.0:
+            logits = logits * c.logit_scale
+        if c.logit_softcap is not None:
+            logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
+        return logits
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """What the head sees, [R, H]: R rows, those of batch.logit_rows or all."""
         c, attention = self.config, self.attention
         rows = batch.token_ids.shape[0]
         rotary, total = c.heads + c.kv_heads, c.heads + 2 * c.kv_heads
@@ -208,18 +222,9 @@ class Decoder:
             x = self._add(x, block.down(self._gated(block.gate_up(block.post_norm(x)))), block.down_norm)
         if batch.logit_rows is not None:
             x = x[batch.logit_rows]
-        return self._logits(self.norm(x))
+        return self.norm(x)
 
     def _add(self, x: torch.Tensor, part: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
         if norm is not None:
             part = norm(part)
         return torch.add(x, part, alpha=self.config.residual_scale)
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        c = self.config
-        logits = self.head(x)
-        if c.logit_scale != 1.0:
-            logits = logits * c.logit_scale
-        if c.logit_softcap is not None:
-            logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-        return logits

@@ -40,12 +40,9 @@ class StepBuffers:
     where the device is a GPU) and at fixed addresses on the device.
 
     The table lies block-major, [blocks, sequences], so that the part in use is one piece with everything before it.
-    fill() may be called again once the device has passed the copy: the caller has read the pass's tokens by then.
     """
 
-    def __init__(
-        self, rows: int, sequences: int, blocks: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, rows: int, sequences: int, blocks: int, block_size: int, device: torch.device) -> None:
         self.rows = rows
         self.sequences = sequences
         self.block_size = block_size
@@ -70,10 +67,9 @@ class StepBuffers:
         self.ids, self.positions, self.slots = host["ids"], host["positions"], host["slots"]
         self._q_start, self._kv_len, self._logit_rows = host["q_start"], host["kv_len"], host["logit_rows"]
         self._table = host["table"].reshape(blocks, sequences)
+        self._copied: Any = None
         self._known: list[list[int]] = [[] for _ in range(sequences)]
-        on_device = {
-            name: self._device[start : start + sizes[name]] for name, start in starts.items()
-        }
+        on_device = {name: self._device[start : start + sizes[name]] for name, start in starts.items()}
         self._on = on_device
         self._table_on = on_device["table"].view(blocks, sequences)
 
@@ -88,6 +84,8 @@ class StepBuffers:
     ) -> None:
         """Write a pass and start its copy to the device. Rows up to `rows` and sequences up to `sequences` that are not
         given are padding: token 0 at position 0, cached nowhere, seen by nobody."""
+        if self._copied is not None:
+            self._copied.synchronize()
         count = len(ids)
         self.ids[:count], self.positions[:count] = ids, positions
         self.ids[count:rows] = self.positions[count:rows] = 0
@@ -115,6 +113,9 @@ class StepBuffers:
         self._logit_rows[len(logit_rows) : sequences] = 0
         end = self._table_start + most * self.sequences
         self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._device.device.type == "cuda":
+            # The next fill waits for it: the host's array is not to change under the copy.
+            self._copied = torch.cuda.current_stream(self._device.device).record_event()
 
     def _fill_slots(self, row: int, span: Span) -> int:
         """Slots of a sequence's rows, from `row` on; the row after them."""

@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 
 from nybble.kernels import launch
+from nybble.kernels.attention import MAX_HEAD_DIM
 from nybble.kernels.launch import HALF_TYPES, INT_TYPES, check, power_of_two
 from nybble.kernels.target import Target
 
 # Rows of one sequence up to which its keys may be split over programs.
 FEW_ROWS = 16
 MAX_SPLITS = 64
-MAX_HEAD_DIM = 256
 # Programs that a decode launch aims at, per compute unit: several share one to hide the latency of memory.
 _PROGRAMS_PER_UNIT = 4
 _LOG2_E = 1.4426950408889634

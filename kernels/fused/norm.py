@@ -1,7 +1,8 @@
 """The residual's addition and the RMSNorm after it in one launch: residual += x; y = rms_norm(residual) * weight.
 
-A program owns one row. x may be a GEMM's parts, which are added up as they are loaded. The sum is rounded to the
-residual's type before the norm sees it, as it would be in two steps.
+A program owns one row. x may be a GEMM's parts, which are added up as they are loaded, may be normed itself before it is
+added (Gemma), and may be scaled (Granite). The sum is rounded to the residual's type before the norm sees it, as it
+would be in two steps.
 """
 
 from __future__ import annotations
@@ -20,20 +21,31 @@ MAX_WIDTH = 32768
 # ------------------------------------------------------------------------------------------------------------ kernel
 
 
-@triton.jit(do_not_specialize=["splits", "stride_part", "eps"])
+@triton.jit
+def _normed(x, weight_ptr, column, inside, eps, N: tl.constexpr):
+    """rms_norm(x) * weight in fp32; elements outside are 0."""
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / N + eps) * weight
+
+
+@triton.jit(do_not_specialize=["splits", "stride_part"])
 def add_rms_norm_kernel(
     y_ptr,
     residual_ptr,
     x_ptr,
     bias_ptr,
     weight_ptr,
+    x_weight_ptr,
     splits,
     stride_part,
     eps,
+    x_eps,
+    x_scale,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NORM_X: tl.constexpr,
 ):
     """Grid (T). SPLITS 0: there is no x, the residual is only read."""
     row = tl.program_id(0).to(tl.int64) * N
@@ -42,12 +54,12 @@ def add_rms_norm_kernel(
     h = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
     if SPLITS > 0:
         x = load_parts(x_ptr, bias_ptr, row + column, column, inside, splits, stride_part, SPLITS, HAS_BIAS)
-        h = (h.to(tl.float32) + x).to(h.dtype)
+        if NORM_X:
+            x = _normed(x, x_weight_ptr, column, inside, x_eps, N)
+        h = (h.to(tl.float32) + x * x_scale).to(h.dtype)
         tl.store(residual_ptr + row + column, h, mask=inside)
-    h = h.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(h * h, axis=0) / N + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row + column, (h * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
+    y = _normed(h.to(tl.float32), weight_ptr, column, inside, eps, N)
+    tl.store(y_ptr + row + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 # ---------------------------------------------------------------------------------------------------------- launcher
@@ -60,12 +72,16 @@ def add_rms_norm(
     bias: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    x_weight: torch.Tensor | None,
+    x_eps: float,
+    x_scale: float,
 ) -> torch.Tensor:
-    """residual += x, in place; returns rms_norm(residual) * weight, [T, N].
+    """residual += x_scale * x, in place; returns rms_norm(residual) * weight, [T, N].
 
     residual  [T, N] float16 or bfloat16, contiguous, N at most 32768
     x, bias   a GEMM's parts, [S, T, N] of the residual's type or float32, and [N]; x None: nothing is added
-    weight    [N] of the residual's type
+    weight    [N] of the residual's type or float32
+    x_weight  [N] likewise: x is rms_norm(x) * x_weight first; None: x as it is
 
     Raises ValueError for any other shape, type, stride or device, before anything is launched.
     """
@@ -73,7 +89,9 @@ def add_rms_norm(
     rows, n = residual.shape
     if not 0 < n <= MAX_WIDTH:
         raise ValueError(f"residual: given N={n}, accepted 1 to {MAX_WIDTH}")
-    check("weight", weight, (residual.dtype,), (n,), residual.device)
+    for name, w in (("weight", weight), ("x_weight", x_weight)):
+        if w is not None:
+            check(name, w, (residual.dtype, torch.float32), (n,), residual.device)
     if x is not None:
         check_parts("x", x, bias, rows, n, residual.device)
     y = torch.empty_like(residual)
@@ -86,13 +104,17 @@ def add_rms_norm(
         residual if x is None else x,
         weight if bias is None else bias,
         weight,
+        weight if x_weight is None else x_weight,
         0 if x is None else x.shape[0],
         rows * n,
         eps,
+        x_eps,
+        x_scale,
         N=n,
         BLOCK=block,
         SPLITS=0 if x is None else padded_splits(x),
         HAS_BIAS=bias is not None,
+        NORM_X=x_weight is not None,
         num_warps=min(16, max(2, block // 512)),
     )
     return y
@@ -105,6 +127,9 @@ def _(
     bias: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    x_weight: torch.Tensor | None,
+    x_eps: float,
+    x_scale: float,
 ) -> torch.Tensor:
     return torch.empty_like(residual)
 
@@ -118,8 +143,14 @@ def add_rms_norm_reference(
     bias: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    x_weight: torch.Tensor | None,
+    x_eps: float,
+    x_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(new residual of the residual's type, normed float32), each [T, N]."""
     if x is not None:
-        residual = (residual.to(torch.float32) + parts_reference(x, bias)).to(residual.dtype)
+        added = parts_reference(x, bias)
+        if x_weight is not None:
+            added = rms_norm_reference(added, x_weight, x_eps)
+        residual = (residual.to(torch.float32) + x_scale * added).to(residual.dtype)
     return residual, rms_norm_reference(residual, weight, eps)

@@ -20,7 +20,9 @@ def load_parts(
     """
     y = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
     for s in tl.static_range(1, SPLITS):
-        y += tl.load(ptr + s * stride + at, mask=tl.where(s < splits, inside, False), other=0.0).to(tl.float32)
+        y += tl.load(ptr + s * stride + at, mask=tl.where(s < splits, inside, False), other=0.0).to(
+            tl.float32
+        )
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     return y

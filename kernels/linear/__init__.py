@@ -132,18 +132,18 @@ class W4A16Linear:
         """x [M, K], M >= 1 -> y before its last addition, for a kernel that makes it while it reads."""
         return self._call(x, self._run_parts)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | Parts:
-        """x [M, K], M >= 1, through a layer whose rows alternate gate and up: silu(gate) * up [M, N/2] where the path
-        does both at once, else its parts."""
-        return self._call(x, self._run_gated)
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | Parts:
+        """x [M, K], M >= 1, through a layer whose rows alternate gate and up: activation(gate) * up [M, N/2] where the
+        path does both at once, else its parts. activation: a key of kernels/activation.py's GATED."""
+        return self._call(x, lambda x, path: self._run_gated(x, path, activation))
 
     def _run_parts(self, x: torch.Tensor, path: str) -> Parts:
         if path == "dense" and self.dense is not None:
             return Parts.of(self.run(x, path))
         return self.kernel.apply_parts(self.state, x, self.bias, path)
 
-    def _run_gated(self, x: torch.Tensor, path: str) -> torch.Tensor | Parts:
-        y = None if path == "dense" else self.kernel.apply_gated(self.state, x, self.bias, path)
+    def _run_gated(self, x: torch.Tensor, path: str, activation: str) -> torch.Tensor | Parts:
+        y = None if path == "dense" else self.kernel.apply_gated(self.state, x, self.bias, path, activation)
         return self._run_parts(x, path) if y is None else y
 
     def _call(self, x: torch.Tensor, run: Callable[[torch.Tensor, str], T]) -> T:

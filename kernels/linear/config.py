@@ -65,10 +65,10 @@ class LinearKernel(ABC):
         return Parts.of(self.apply(state, x, bias, path))
 
     def apply_gated(
-        self, state: Any, x: torch.Tensor, bias: torch.Tensor | None, path: str
+        self, state: Any, x: torch.Tensor, bias: torch.Tensor | None, path: str, activation: str
     ) -> torch.Tensor | None:
-        """[M, N/2] silu(gate) * up in the same launch, of a weight whose rows alternate gate and up; None where the path
-        cannot, for this shape."""
+        """[M, N/2] activation(gate) * up in the same launch, of a weight whose rows alternate gate and up; None where
+        the path cannot, for this shape."""
         return None
 
     @abstractmethod

@@ -86,14 +86,14 @@ class Hybrid(LinearKernel):
         return Parts(values, bias if values.shape[0] > 1 else None)
 
     def apply_gated(
-        self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str
+        self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str, activation: str
     ) -> torch.Tensor | None:
         from nybble.kernels.linear.triton_skinny import gates, skinny_gemm_gated
 
         if path != "triton" or not gates(x, state.words, state.zeros, state.group_size):
             return None
         y: torch.Tensor = skinny_gemm_gated(
-            x, state.words, state.scales, state.zeros, bias, state.group_size
+            x, state.words, state.scales, state.zeros, bias, state.group_size, activation
         )
         return y
 

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels.fused.activation import activate, check_activation
 from nybble.kernels.packing import PER_WORD
 from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE
 from nybble.kernels.target import detect
@@ -168,7 +169,7 @@ def w4a16_skinny(
 ):
     """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias.
 
-    GATED: rows of the weight alternate gate and up, y is silu(gate) * up, [M, N/2].
+    GATED, a name or None: rows of the weight alternate gate and up, y is GATED(gate) * up, [M, N/2].
     """
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -235,9 +236,9 @@ def w4a16_skinny(
     out = tl.trans(acc)
     if HAS_BIAS:
         out += tl.load(bias_ptr + safe_n).to(tl.float32)[None, :]
-    if GATED:
+    if GATED is not None:
         gate, up = tl.split(tl.reshape(out, (BM, BN // 2, 2)))
-        out = gate / (1 + tl.exp2(-1.4426950408889634 * gate)) * up
+        out = activate(gate, GATED) * up
         rows_n = pid_n * (BN // 2) + tl.arange(0, BN // 2)
         inside = (rows_m < M)[:, None] & (rows_n < N // 2)[None, :]
     else:
@@ -343,14 +344,19 @@ def skinny_gemm_gated(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     group_size: int,
+    activation: str,
 ) -> torch.Tensor:
-    """silu(gate) * up, [M, N/2] of x's type, where rows 2i of the weight are gates and rows 2i + 1 ups; see `skinny_gemm`
-    for the arguments. K is never split. Raises ValueError for an odd N too."""
+    """activation(gate) * up, [M, N/2] of x's type, where rows 2i of the weight are gates and rows 2i + 1 ups; see
+    `skinny_gemm` for the other arguments. activation: "silu" or "gelu_tanh". K is never split.
+
+    Raises ValueError as `skinny_gemm` does, and for an odd N.
+    """
     check_arguments(x, words, scales, zeros, bias, group_size)
+    check_activation(activation)
     if words.shape[0] % 2:
         raise ValueError(f"words: given N={words.shape[0]}, accepted an even N (gates and ups alternate)")
     tile = replace(_tile(x, words, zeros, group_size), split_k=1)
-    return launch_parts(x, words, scales, zeros, bias, group_size, tile, gated=True)[0]
+    return launch_parts(x, words, scales, zeros, bias, group_size, tile, activation)[0]
 
 
 @skinny_gemm_gated.register_fake
@@ -361,6 +367,7 @@ def _(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     group_size: int,
+    activation: str,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], words.shape[0] // 2)
 
@@ -402,10 +409,10 @@ def launch_parts(
     bias: torch.Tensor | None,
     group_size: int,
     tile: Tile,
-    gated: bool = False,
+    gated: str | None = None,
 ) -> torch.Tensor:
     """The GEMM kernel alone, on arguments already checked: [1, M, N], or fp32 [S, M, N] without bias where the tile
-    splits K; gated [1, M, N/2]."""
+    splits K; gated, by an activation's name, [1, M, N/2]."""
     check_step(tile, group_size)
     out = _empty_parts(x, words.shape[0] // (2 if gated else 1), tile)
     if out.numel() == 0:
@@ -445,7 +452,7 @@ def _launch_tiles(
     out: torch.Tensor,
     group_size: int,
     tile: Tile,
-    gated: bool,
+    gated: str | None,
 ) -> None:
     m, k = x.shape
     n = words.shape[0]

@@ -217,7 +217,7 @@ def w4a16_skinny_rdna(
 
     x is read as int32, two values of DTYPE each. With ROW_SUMS (bf16) the products take 128 + q as it stands, and
     (128 + z) * sum of the row's activations leaves the sum once per group.
-    GATED: rows of the weight alternate gate and up, y is silu(gate) * up, [M, N/2].
+    GATED, a name or None: rows of the weight alternate gate and up, y is GATED(gate) * up, [M, N/2].
     """
     bf16: gl.constexpr = DTYPE == gl.bfloat16
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, K_WIDTH)
@@ -324,23 +324,24 @@ def w4a16_skinny_rdna(
     if HAS_BIAS:
         bias = buffer_load(bias_ptr + first_n, s_rows)
         total += bias.to(gl.float32)[None, :]
-    if GATED:
-        REGS: gl.constexpr = GATED_REGS
-        COLUMNS: gl.constexpr = BN // 2
+    COLUMNS: gl.constexpr = BN if GATED is None else BN // 2
+    REGS: gl.constexpr = Y_REGS if GATED is None else GATED_REGS
+    if GATED is not None:
         gate, up = gl.split(gl.reshape(gl.convert_layout(total, Y_REGS), (BM, COLUMNS, 2)))
-        result = gl.convert_layout(gate / (1 + gl.exp2(-1.4426950408889634 * gate)) * up, REGS)
+        if GATED == "silu":
+            inner = gate
+        else:  # the tanh form of GELU is a sigmoid too
+            gl.static_assert(GATED == "gelu_tanh")
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        total = gl.convert_layout(gate / (1 + gl.exp2(-1.4426950408889634 * inner)) * up, REGS)
         first_n = first_n // 2
         left_n = left_n // 2
-    else:
-        REGS: gl.constexpr = Y_REGS
-        COLUMNS: gl.constexpr = BN
-        result = total
     y_n = gl.arange(0, COLUMNS, gl.SliceLayout(0, REGS))
     y_m = gl.arange(0, BM, gl.SliceLayout(1, REGS))
     if out_type == gl.bfloat16:
-        out = gl.convert_layout(_round_to_bf16(result), REGS)
+        out = gl.convert_layout(_round_to_bf16(total), REGS)
     else:
-        out = gl.convert_layout(result.to(out_type), REGS)
+        out = gl.convert_layout(total.to(out_type), REGS)
     y_base = y_ptr + (split.to(gl.int64) * M + first_m) * stride_ym + first_n
     inside = (y_m < left_m)[:, None] & (y_n < left_n)[None, :]
     buffer_store(out, y_base, y_m[:, None] * stride_ym + y_n[None, :], inside)
@@ -359,7 +360,7 @@ def launch_tiles(
     group_size: int,
     tile: Tile,
     rdna4: bool,
-    gated: bool = False,
+    gated: str | None = None,
 ) -> None:
     """Run the kernel into `out`: y [M, N], or with split_k > 1 fp32 [S, M, N] without bias; gated [M, N/2]. Arguments
     are checked."""

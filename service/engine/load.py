@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from nybble.kernels import native
-from nybble.kernels.attention import CacheShape, backend_for
+from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     with open_checkpoint(folder, on_bytes) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
-        attention = backend_for(target)
+        attention = _attention(target, dtype, model_config.head_dim, config.block_size)
         head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
@@ -112,6 +112,13 @@ def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
     native.set_cache_folders(Path(config.kernel_cache) if config.kernel_cache else None, shared)
     if device.type != "cpu":
         native.count_triton()
+
+
+def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+    choice = choose(target, dtype, head_dim, block_size)
+    for name, reason in choice.declined.items():
+        log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
+    return choice.backend
 
 
 def _device(name: str) -> torch.device:

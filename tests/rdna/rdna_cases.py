@@ -49,7 +49,9 @@ def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[s
 
 
 def case_id(case: dict[str, Any]) -> str:
-    """Readable test id."""
+    """Readable test id: the case's own, or one made of a GEMM's fields."""
+    if "id" in case:
+        return f"{case['arch']}-{case['kernel']}-{case['dtype']}-{case['id']}"
     tile = case.get("tile")
     parts = [
         case["arch"],

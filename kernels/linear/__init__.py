@@ -132,6 +132,10 @@ class W4A16Linear:
         """x [M, K], M >= 1 -> y before its last addition, for a kernel that makes it while it reads."""
         return self._call(x, self._run_parts)
 
+    def expect_gate(self, activation: str) -> None:
+        """`gated` will be called with this activation: lets the kernel compile ahead."""
+        self.kernel.expect_gate(self.state, self.config, self.target, activation)
+
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | Parts:
         """x [M, K], M >= 1, through a layer whose rows alternate gate and up: activation(gate) * up [M, N/2] where the
         path does both at once, else its parts. activation: a key of kernels/activation.py's GATED."""

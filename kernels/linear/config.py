@@ -71,6 +71,9 @@ class LinearKernel(ABC):
         the path cannot, for this shape."""
         return None
 
+    def expect_gate(self, state: Any, config: LinearConfig, target: Target, activation: str) -> None:  # noqa: B027
+        """`apply_gated` will be called with this activation: whatever takes time to make ready may begin."""
+
     @abstractmethod
     def nbytes(self, state: Any) -> int:
         """Resident bytes of a prepared state."""

@@ -235,12 +235,19 @@ class _Loader:
         if whole is not None:
             bias = _joined(biases)
             if kind == "gate_up" and self.ops.interleaves:
-                order = interleave_halves(2 * self.config.intermediate_size)
-                whole = take_rows(whole, order) if isinstance(whole, W4A16Weight) else whole[order]
-                bias = None if bias is None else bias[order]
+                return self.interleaved(whole, bias)
             return self.single(whole, bias, kind)
         self.apart.append(", ".join(modules))
         return SideBySide([self.single(w, b, kind) for w, b in zip(weights, biases, strict=True)])
+
+    def interleaved(self, whole: W4A16Weight | torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A gate_up layer with every gate's row beside its up's."""
+        order = interleave_halves(2 * self.config.intermediate_size)
+        whole = take_rows(whole, order) if isinstance(whole, W4A16Weight) else whole[order]
+        layer = self.single(whole, None if bias is None else bias[order], "gate_up")
+        if isinstance(layer, W4A16Linear):
+            layer.expect_gate(self.config.activation)
+        return layer
 
     def turned(
         self, weights: Sequence[W4A16Weight | torch.Tensor], biases: Sequence[torch.Tensor | None]

@@ -116,7 +116,7 @@ def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedu
     compiled = entry.compiled
     names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     args = [given[name] for name in names]
-    passed = [_bytes_of(value) if isinstance(value, torch.Tensor) else value for value in args]
+    passed = [bytes_of(value) if isinstance(value, torch.Tensor) else value for value in args]
     result = run_kernel(
         compiled.asm["hsaco"],
         compiled.metadata.name,
@@ -132,7 +132,7 @@ def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedu
     entry.executed, entry.unreplicated = result.executed, result.unreplicated
 
 
-def _bytes_of(t: torch.Tensor) -> Any:
+def bytes_of(t: torch.Tensor) -> Any:
     """The bytes a kernel may touch through t, from its first element to its last, shared with t's storage."""
     last = (
         sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))

@@ -15,7 +15,12 @@ SHUFFLED = {"wave_order": "rand", "quantum": 5, "vgpr_poison": 255}
 
 # id -> the case without chip and type. heads: (query heads, key-value heads, head dimension).
 SHAPES: dict[str, dict[str, Any]] = {
-    "decode": {"kernel": "attention", "heads": (8, 2, 64), "spans": [(1, 50), (1, 1), (1, 97)], "kv_splits": 3},
+    "decode": {
+        "kernel": "attention",
+        "heads": (8, 2, 64),
+        "spans": [(1, 50), (1, 1), (1, 97)],
+        "kv_splits": 3,
+    },
     "decode-unsplit": {"kernel": "attention", "heads": (4, 4, 32), "spans": [(1, 40)], "kv_splits": 1},
     "few-rows": {"kernel": "attention", "heads": (6, 2, 64), "spans": [(5, 60), (1, 33)], "kv_splits": 2},
     "prefill": {"kernel": "attention", "heads": (4, 2, 64), "spans": [(24, 24), (3, 41)]},
@@ -34,7 +39,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no-norm": {"kernel": "write", "heads": (3, 1, 96), "rows": 5},
     "halves": {"kernel": "gate", "shape": (3, 600), "splits": 2},
     "interleaved": {"kernel": "gate", "shape": (2, 520), "interleaved": True, "activation": "gelu_tanh"},
-    "in-gemm": {"kernel": "skinny_gated", "symmetric": False, "g": 64, "m": 5, "n": 144, "k": 256, "bias": True},
+    **{
+        f"csrc-{m}-{gate}": {
+            "kernel": "csrc",
+            "symmetric": m == 2,
+            "g": 64,
+            "m": m,
+            "n": 80,
+            "k": 512,
+            "gate": gate,
+            "splits": splits,
+        }
+        for m, gate, splits in ((1, "silu", 1), (2, "gelu_tanh", 2), (5, "silu", 2), (3, None, 1))
+    },
+    "in-gemm": {
+        "kernel": "skinny_gated",
+        "symmetric": False,
+        "g": 64,
+        "m": 5,
+        "n": 144,
+        "k": 256,
+        "bias": True,
+    },
     "in-gemm-gelu": {
         "kernel": "skinny_gated",
         "symmetric": True,
@@ -57,7 +83,13 @@ REAL: dict[str, dict[str, Any]] = {
         for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 4, 256))
         for rows, kv_len in ((1, 64), (16, 64), (64, 64))
     },
-    "window": {"kernel": "attention", "heads": (8, 4, 256), "spans": [(1, 64)], "window": 32, "softcap": 50.0},
+    "window": {
+        "kernel": "attention",
+        "heads": (8, 4, 256),
+        "spans": [(1, 64)],
+        "window": 32,
+        "softcap": 50.0,
+    },
     "4096": {"kernel": "add_norm", "shape": (1, 4096), "splits": 8},
     "5376-normed": {"kernel": "add_norm", "shape": (1, 5376), "splits": 4, "norm_x": True},
     "8b": {"kernel": "write", "heads": (32, 8, 128), "rows": 1, "norm": True, "splits": 8},
@@ -76,7 +108,9 @@ def _cases(shapes: dict[str, dict[str, Any]], run: bool) -> list[dict[str, Any]]
     if run:  # attention, the most intricate, on every chip
         for chip in CHIPS:
             for dtype in ("fp16", "bf16"):
-                case = {"arch": chip, "dtype": dtype, "id": "decode-all-chips", "run": True} | SHAPES["decode"]
+                case = {"arch": chip, "dtype": dtype, "id": "decode-all-chips", "run": True} | SHAPES[
+                    "decode"
+                ]
                 cases.append(case | {"schedule": SHUFFLED})
     return cases
 

@@ -18,6 +18,8 @@ from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
+from nybble.service.engine.graphs import DeviceCapture
+from nybble.service.engine.inputs import Limits
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
@@ -75,7 +77,9 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     mode = "enabled" if dense else "disabled"
     plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
     attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
-    runner = Runner(model, device)
+    limits = Limits(config.max_running, config.prefill_tokens, plan.max_model_len, plan.kv_blocks)
+    capture = DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
+    runner = Runner(model, device, limits, capture)
     runner.warm_up()
     if device.type == "cpu" and not config.threads:
         log.info("%d CPU threads: the fastest for one decode row here", runner.choose_threads(usable_cores()))

@@ -75,6 +75,7 @@ class W4A16Linear:
         label: str = "",
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
+        self.device = device
         self.target = detect(device) if target is None else target
         if kernel is None:
             self.selection = select(self.config, self.target, broken)
@@ -134,7 +135,7 @@ class W4A16Linear:
 
     def expect_gate(self, activation: str) -> None:
         """`gated` will be called with this activation: lets the kernel compile ahead."""
-        self.kernel.expect_gate(self.state, self.config, self.target, activation)
+        self.kernel.expect_gate(self.state, self.config, self.device, activation)
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | Parts:
         """x [M, K], M >= 1, through a layer whose rows alternate gate and up: activation(gate) * up [M, N/2] where the

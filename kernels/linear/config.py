@@ -71,7 +71,7 @@ class LinearKernel(ABC):
         the path cannot, for this shape."""
         return None
 
-    def expect_gate(self, state: Any, config: LinearConfig, target: Target, activation: str) -> None:  # noqa: B027
+    def expect_gate(self, state: Any, config: LinearConfig, device: torch.device, activation: str) -> None:  # noqa: B027
         """`apply_gated` will be called with this activation: whatever takes time to make ready may begin."""
 
     @abstractmethod

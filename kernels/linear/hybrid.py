@@ -123,10 +123,12 @@ class Hybrid(LinearKernel):
         )
         return y
 
-    def expect_gate(self, state: SkinnyWeight, config: LinearConfig, target: Target, activation: str) -> None:
+    def expect_gate(
+        self, state: SkinnyWeight, config: LinearConfig, device: torch.device, activation: str
+    ) -> None:
         from nybble.kernels.linear import skinny
 
-        skinny.compile_ahead(target, state, config.dtype, activation)
+        skinny.compile_ahead(detect(device), state, config.dtype, activation)
 
     def nbytes(self, state: SkinnyWeight) -> int:
         return state.nbytes

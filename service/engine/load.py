@@ -18,7 +18,7 @@ from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
-from nybble.service.engine.graphs import DeviceCapture
+from nybble.service.engine.graphs import Capture, DeviceCapture
 from nybble.service.engine.inputs import Limits
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
@@ -78,8 +78,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
     attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
     limits = Limits(config.max_running, config.prefill_tokens, plan.max_model_len, plan.kv_blocks)
-    capture = DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
-    runner = Runner(model, device, limits, capture)
+    runner = Runner(model, device, limits, _capture(device, attention))
     runner.warm_up()
     if device.type == "cpu" and not config.threads:
         log.info("%d CPU threads: the fastest for one decode row here", runner.choose_threads(usable_cores()))
@@ -124,6 +123,11 @@ def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: in
     for name, reason in choice.declined.items():
         log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
     return choice.backend
+
+
+def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
+    """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
+    return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
 
 
 def _device(name: str) -> torch.device:

@@ -92,7 +92,10 @@ def frozen(forward):
 
 
 FAULTS = {
-    "capture-raises": (failing(RuntimeError("operation not permitted when stream is capturing")), "capture_failed"),
+    "capture-raises": (
+        failing(RuntimeError("operation not permitted when stream is capturing")),
+        "capture_failed",
+    ),
     "driver-error": (failing(OSError("driver")), "capture_failed"),
     "no-memory": (failing(torch.OutOfMemoryError("CUDA out of memory")), "out_of_memory"),
     "other-numbers": (broken(lambda y: y * 1.1), "mismatch"),

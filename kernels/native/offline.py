@@ -35,6 +35,10 @@ class Warmed:
     resources: Resources | None
 
 
+# Shared memory that a block may ask for (CUDA programming guide, compute capabilities); 99 KiB elsewhere.
+_SHARED_BYTES = {"sm_80": 166912, "sm_87": 166912, "sm_90": 232448, "sm_100": 232448, "sm_103": 232448}
+
+
 def offline_target(arch: str) -> Target:
     """The Target of a chip that is not here: its name is known, its number of compute units is not (0).
 
@@ -44,7 +48,7 @@ def offline_target(arch: str) -> Target:
         rdna = arch.startswith(("gfx10", "gfx11", "gfx12"))
         return Target("rocm", arch, arch, 0, 65536, wave=32 if rdna else 64)
     if re.fullmatch(r"sm_\d{2,3}", arch):
-        return Target("cuda", arch, arch, 0, 49152)
+        return Target("cuda", arch, arch, 0, _SHARED_BYTES.get(arch, 101376))
     raise ValueError(f"arch: given {arch!r}, accepted an AMD chip (gfx1151) or an NVIDIA one (sm_90)")
 
 

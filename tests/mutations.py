@@ -206,10 +206,10 @@ FAULTS = (
         "tests/engine/test_engine.py -k selfcheck",
     ),
     Fault(
-        "skinny routed beyond what LDS holds",
+        "skinny routed beyond its rows",
         "kernels/linear/route.py",
-        "if km <= limits.skinny_max_km:",
-        "if km <= 2 * limits.skinny_max_km:",
+        "m <= limits.skinny_max_m:",
+        "m <= 2 * limits.skinny_max_m:",
         "tests/kernels/test_linear.py -k routes",
     ),
     Fault(

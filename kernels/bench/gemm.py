@@ -14,6 +14,7 @@ from nybble.kernels.bench.problem import random_weight, random_x
 from nybble.kernels.bench.timing import Timing, time_cold, time_cold_on_host
 from nybble.kernels.linear import LinearConfig, LinearKernel, W4A16Linear, dequantize
 from nybble.kernels.linear.backends import BACKENDS
+from nybble.kernels.linear.route import limits_for
 from nybble.kernels.packing import W4A16Weight
 from nybble.kernels.target import Target
 from nybble.kernels.testing import errors
@@ -43,10 +44,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run a layer. make: a copy of the layer, and the bytes of its weight, which one call reads."""
+    """One way to run a layer.
+
+    make    a copy of the layer, and the bytes of its weight, which one call reads
+    most_m  most rows that it takes; None: any number
+    """
 
     name: str
     make: Callable[[W4A16Weight], tuple[Gemm, int]]
+    most_m: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ def contenders(config: LinearConfig, target: Target) -> tuple[list[Contender], d
             continue
         for path in kernel.paths:
             name = kernel.name if len(kernel.paths) == 1 else f"{kernel.name} {path}"
-            found.append(Contender(name, partial(_ours, kernel, path, config, target)))
+            most_m = limits_for(target).skinny_max_m if path == "skinny" else None
+            found.append(Contender(name, partial(_ours, kernel, path, config, target), most_m))
     for name, peer in PEERS.items():
         why_not = peer.declined(config, target)
         if why_not is None:
@@ -90,7 +97,8 @@ def contenders(config: LinearConfig, target: Target) -> tuple[list[Contender], d
 def measure(
     problem: Problem, contender: Contender, ms: Sequence[int], cold_bytes: int = COLD_BYTES
 ) -> Iterator[Row]:
-    """One contender at each M, in order. A failure is a row that says why; nothing is raised."""
+    """One contender at each M that it takes, in order. A failure is a row that says why; nothing is raised."""
+    ms = [m for m in ms if contender.most_m is None or m <= contender.most_m]
     layer, device = problem.layer, problem.weight.q.device
     try:
         gemm, nbytes = contender.make(problem.weight)

@@ -51,6 +51,14 @@ def test_a_gpus_paths_and_why_others_are_left_out() -> None:
     assert "device rocm" in contenders(config(), STRIX)[1]["tinygemm"]
 
 
+def test_the_decode_kernel_is_not_asked_for_more_rows_than_it_takes() -> None:
+    most = {contender.name: contender.most_m for contender in contenders(config(), STRIX)[0]}
+    assert most["hybrid skinny"] == 16 and most["hybrid triton"] is None
+    problem = Problem.random("o", config(), CPU)
+    limited = Contender("x", lambda weight: (lambda x: x @ problem.exact.t().to(x.dtype), 1 << 30), most_m=2)
+    assert [row.m for row in measure(problem, limited, (3, 1, 2, 4))] == [1, 2]
+
+
 def test_copies_of_the_weight_exceed_the_cache() -> None:
     made = []
 

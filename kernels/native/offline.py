@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,12 +96,10 @@ def family_programs(
 ) -> tuple[Program, ...]:
     """All programs that models of these activation types, group sizes and kinds of zero points call for.
 
-    Raises ValueError where this build has no csrc kernel.
+    Raises ValueError for a chip that csrc's kernels are not for.
     """
-    try:
-        skinny = importlib.import_module("nybble.kernels.linear.skinny")
-    except ModuleNotFoundError:
-        raise ValueError("this build of nybble carries no csrc kernel: there is nothing to compile") from None
+    from nybble.kernels.linear import skinny  # which stands on this package
+
     found = [
         program
         for dtype in dtypes

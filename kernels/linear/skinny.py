@@ -8,9 +8,10 @@ same weights finds its launch ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -91,16 +92,17 @@ class Plan:
         )
 
     def shared_bytes(self, k: int, group_size: int, scale_bytes: int, zeros: bool) -> int:
-        """Dynamic shared memory of a block. As in csrc: the engine's own, or the sums of its waves in the same place."""
+        """Dynamic shared memory of a block, as csrc lays it out: the sums of its waves, in the place of the engine's own."""
+        sums = self.waves * self.m * self.rows * 4
         if self.engine != "MmaTile":
-            return 0  # static there
+            return sums
         ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
         steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
         groups = steps * (self.step * _GRANULE // group_size)
         scale_row = ((groups * scale_bytes + 4) // 4 | 1) * 4
         zero_row = (groups | 1) * 4 if zeros else 0
         side = (self.rows * scale_row + self.rows // 8 * zero_row + 15) // 16 * 16
-        return max(self.waves * (ring + side), self.waves * self.m * self.rows * 4 + 16)
+        return max(self.waves * (ring + side), sums)
 
 
 def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
@@ -163,25 +165,26 @@ def programs_for(
     dtype: torch.dtype,
     group_size: int,
     symmetric: bool,
-    scale_dtype: torch.dtype | None = None,
+    scale_dtypes: Sequence[torch.dtype] = (),
     shapes: Iterable[tuple[int, int]] = ((1 << 20, 4096), (1024, 4096)),
     gates: Iterable[str | None] = (None,),
 ) -> tuple[Program, ...]:
-    """Every program that layers of these (N, K) need for M up to 16, each once. scale_dtype: the activations' by default.
+    """Every program that layers of these (N, K) need for M up to 16, each once.
 
-    The default shapes stand for a large and a small layer. gates: activations applied in the same launch, None for none.
+    scale_dtypes: by default the activations' type and float16, which GPTQ and AWQ files keep whatever the model's type is.
+    The default shapes stand for a large and a small layer. A target whose number of compute units is not known (0) counts
+    as a small and as a large chip. gates: activations applied in the same launch, None for none.
     """
-    scale_dtype = dtype if scale_dtype is None else scale_dtype
     gates = tuple(gates)
-    plans = (
-        plan_for(target, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
-        for n, k in shapes
-        for m in range(1, MAX_M + 1)
-    )
-    each = [(plan, gate) for plan in plans for gate in gates]
-    return tuple(
-        dict.fromkeys(p.program(dtype, scale_dtype, group_size, not symmetric, gate) for p, gate in each)
-    )
+    known = target.compute_units > 0
+    chips = [target] if known else [replace(target, compute_units=units) for units in (1, 1 << 20)]
+    found: dict[Program, None] = {}
+    for chip, (n, k), scale_dtype in product(chips, shapes, scale_dtypes or {dtype, torch.float16}):
+        for m in range(1, MAX_M + 1):
+            plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
+            for gate in gates:
+                found[plan.program(dtype, scale_dtype, group_size, not symmetric, gate)] = None
+    return tuple(sorted(found, key=lambda program: program.defines))
 
 
 # ----------------------------------------------------------------------------------------------------------- launcher
@@ -395,7 +398,13 @@ def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate
     if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):
         return
     programs = programs_for(
-        target, dtype, weight.group_size, not zeros, weight.scales.dtype, [(weight.n, weight.k)], [gate]
+        target,
+        dtype,
+        weight.group_size,
+        not zeros,
+        [weight.scales.dtype],
+        [(weight.n, weight.k)],
+        [gate],
     )
     _COMPILING[key] = native.compile_all(programs, target)
 

@@ -99,7 +99,9 @@ def write() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'arch':9}{'type':>6}{'sym':>6}{'G':>5}{'M':>4}{'rows':>6}{'/pair':>8}{'w/clock':>9}{'VGPR':>6}"]
+    lines = [
+        f"{'arch':9}{'type':>6}{'sym':>6}{'G':>5}{'M':>4}{'rows':>6}{'/pair':>8}{'w/clock':>9}{'VGPR':>6}"
+    ]
     for r in rows:
         lines.append(
             f"{r['arch']:9}{r['dtype']:>6}{r['symmetric']!s:>6}{r['g']:5}{r['m']:4}{r['rows']:6}{r['valu_per_pair']:8}"

@@ -91,7 +91,7 @@ class Plan:
         steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
         groups = steps * (self.step * _GRANULE // group_size)
         scale_row = ((groups * scale_bytes + 4) // 4 | 1) * 4
-        zero_row = (groups | 1) * 4 if zeros else 0
+        zero_row = (groups * 4 + 7) // 8 * 8 if zeros else 0
         side = (self.rows * scale_row + self.rows // 8 * zero_row + 15) // 16 * 16
         return max(self.waves * (ring + side), sums)
 
@@ -126,8 +126,14 @@ def _cuda_plan(
     if n >= 64 * units:
         # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
         # about as much as five rows.
-        rows = min((48, 64, 96), key=lambda r: -(-n // (r * units)) * (r + 5)) if few else 48
         waves = 4 if few else 2
+
+        def fits_twice(r: int) -> bool:
+            plan = Plan("MmaTile", bucket, r, waves, step=4, stages=3)
+            return 2 * plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
+
+        choice = [r for r in ((48, 64, 96) if few else (48,)) if fits_twice(r)] or [32]
+        rows = min(choice, key=lambda r: -(-n // (r * units)) * (r + 5))
     else:
         # About one block each: enough waves to keep the memory busy. x is read again for every block.
         fitting = (r for r in ((16, 32) if few else (16, 32, 48)) if n <= r * units)
@@ -173,7 +179,6 @@ def programs_for(
             plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
             found[plan.program(dtype, scale_dtype, group_size, not symmetric)] = None
     return tuple(sorted(found, key=lambda program: program.defines))
-
 
 
 # ----------------------------------------------------------------------------------------------------------- launcher
@@ -341,9 +346,11 @@ def check(
             f"words: given rows {stride} bytes apart from address {words.data_ptr():#x}, accepted multiples of "
             f"{_ALIGNMENT_BYTES} bytes"
         )
-    # The kernel's own numbers are 32 bits wide.
+    # Offsets inside a block are 32 bits wide.
     for name, t in {"x": x, "words": words, "scales": scales, "zeros": zeros}.items():
-        if t is not None and max(abs(t.stride(0)) * t.element_size(), *t.shape) >= 2**31:
+        if t is not None and (
+            t.stride(0) * t.element_size() >= 2**25 and name != "x" or max(t.shape) >= 2**31
+        ):
             raise ValueError(
                 f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted below 2^31 bytes a row"
             )

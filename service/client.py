@@ -567,6 +567,7 @@ def _add(past: EngineStats, now: EngineStats) -> EngineStats:
         **sums,
         finished=_add_counts(past.finished, now.finished),
         gemm_calls=_add_counts(past.gemm_calls, now.gemm_calls),
+        graph_fallbacks=_add_counts(past.graph_fallbacks, now.graph_fallbacks),
         jit_compiles=_add_counts(past.jit_compiles, now.jit_compiles),
         jit_cache_hits=_add_counts(past.jit_cache_hits, now.jit_cache_hits),
         jit_compile_seconds=past.jit_compile_seconds + now.jit_compile_seconds,

@@ -15,7 +15,13 @@ import prometheus_client
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from nybble.service.engine.protocol import FINISH_REASONS, EngineInfo, EngineStats, MemoryReport
+from nybble.service.engine.protocol import (
+    FINISH_REASONS,
+    GRAPH_FALLBACKS,
+    EngineInfo,
+    EngineStats,
+    MemoryReport,
+)
 
 # 10 microseconds to 82 ms: a GEMM call of any path.
 GEMM_BUCKETS_S = tuple(1e-5 * 2**i for i in range(14))
@@ -111,6 +117,11 @@ def _jit_cache_hits(snapshot: Snapshot) -> Samples:
     return [((kernel,), count) for kernel, count in snapshot.stats.jit_cache_hits.items()]
 
 
+def _graph_fallbacks(snapshot: Snapshot) -> Samples:
+    reasons = dict.fromkeys(GRAPH_FALLBACKS, 0) | snapshot.stats.graph_fallbacks
+    return [((reason,), count) for reason, count in reasons.items()]
+
+
 def _pools(snapshot: Snapshot) -> Samples:
     pools = {} if snapshot.info is None else snapshot.info.memory.pools
     return [((pool,), nbytes) for pool, nbytes in pools.items()]
@@ -134,6 +145,8 @@ METRICS: tuple[Metric, ...] = (
            buckets=GEMM_BUCKETS_S),
     Metric("gemm_calls_total", "counter", "GEMM calls, by path and phase.", ("path", "phase"), _gemm_calls),
     Metric("gemm_sampled_calls_total", "counter", "GEMM calls whose time was sampled.", ("path", "phase")),
+    Metric("graph_fallbacks_total", "counter", "Decode batch sizes that run without a captured graph, by reason.",
+           ("reason",), _graph_fallbacks),
     Metric("kernel_selfcheck", "gauge", "1 if the GEMM path passed its self-check at start, 0 if not.", ("path",),
            _selfcheck),
     Metric("jit_compiles_total", "counter", "Kernels compiled at run time, by kernel.", ("kernel",), _jit_compiles),

@@ -233,6 +233,25 @@ def skinny_gemm(
     return y
 
 
+def apply(
+    weight: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, gate: str | None = None
+) -> torch.Tensor:
+    """`skinny_gemm` as a layer calls it, dependent; outside of tracing without the detour through torch's dispatcher.
+
+    The weight's tensors stay where they are, so that a call is known by x's form, the bias and the gate alone.
+    """
+    w = weight
+    if type(x) is not torch.Tensor or not x.is_cuda or torch.compiler.is_compiling():
+        return skinny_gemm(x, w.words, w.scales, w.zeros, bias, w.group_size, True, gate)
+    aligned = x.data_ptr() % _ALIGNMENT_BYTES == 0
+    key = (x.shape, x.stride(0), x.dtype, aligned, gate, None if bias is None else bias.data_ptr())
+    ready = w.calls.get(key)
+    if ready is None:
+        ready = _prepare(x, w.words, w.scales, w.zeros, bias, w.group_size, True, gate)
+        w.calls[key] = ready
+    return ready(x)
+
+
 def _run(
     x: torch.Tensor,
     words: torch.Tensor,

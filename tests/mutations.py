@@ -261,6 +261,62 @@ FAULTS = (
         "zeros = zeros & 0xF",
         "tests/checkpoints/test_formats.py -k gptq",
     ),
+    Fault(
+        "paged attention: window one too wide",
+        "kernels/attention/triton_paged.py",
+        "visible &= key[None, :] > position[:, None] - window",
+        "visible &= key[None, :] >= position[:, None] - window",
+        "tests/kernels/test_paged_attention.py -k window",
+    ),
+    Fault(
+        "paged attention: parts of split keys added up unweighed",
+        "kernels/attention/triton_paged.py",
+        "out = tl.sum(parts * weight[:, None], axis=0)",
+        "out = tl.sum(parts, axis=0)",
+        "tests/kernels/test_paged_attention.py -k splits",
+    ),
+    Fault(
+        "fused rotation turns the wrong way",
+        "kernels/fused/kv_write.py",
+        "high * cos + low * sin, high)",
+        "high * cos - low * sin, high)",
+        "tests/kernels/test_fused.py -k 'rotat'",
+    ),
+    Fault(
+        "one part of a split GEMM forgotten",
+        "kernels/fused/parts.py",
+        "tl.where(s < splits, inside, False)",
+        "tl.where(s < splits - 1, inside, False)",
+        "tests/kernels/test_fused.py -k 'parts-3'",
+    ),
+    Fault(
+        "padding rows cached at slot 0",
+        "kernels/attention/paged.py",
+        "self.slots[count:rows] = -1",
+        "self.slots[count:rows] = 0",
+        "tests/engine/test_inputs.py",
+    ),
+    Fault(
+        "a graph that replays something else is trusted",
+        "service/engine/graphs.py",
+        "if relative <= _TOLERANCE:  # false for NaN",
+        "if True:",
+        "tests/engine/test_graphs.py",
+    ),
+    Fault(
+        "graphs checked on the inputs that they were captured with",
+        "service/engine/graphs.py",
+        "    fill(1)\n",
+        "",
+        "tests/engine/test_graphs.py -k stale",
+    ),
+    Fault(
+        "split GEMMs of a decode step add up in a launch of their own",
+        "service/models/ops.py",
+        "return layer.parts(h) if isinstance(layer, W4A16Linear) else Parts.of(layer(h))",
+        "return Parts.of(layer(h))",
+        "tests/models/test_launches.py",
+    ),
 )
 
 

@@ -19,9 +19,7 @@ WORKER = HERE / "rdna_worker.py"
 
 def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[str, Any]]:
     """Results of `rdna_worker.py` for the cases, in order; a worker that stops takes its error along."""
-    path = os.pathsep.join([str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     shares = [cases[i::processes] for i in range(processes)]
     workers = [
         subprocess.Popen(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nybble.service.checkpoints.auto_round import auto_round
 from nybble.service.checkpoints.awq import Awq
 from nybble.service.checkpoints.base import Checkpoint, Format
 from nybble.service.checkpoints.compressed_tensors import CompressedTensors
@@ -20,11 +21,28 @@ from nybble.service.json_files import read_json
 
 __all__ = ["FORMATS", "Checkpoint", "Format", "open_checkpoint", "resolve"]
 
-# quant_method of config.json -> the format that reads it
-FORMATS: dict[str, type[Format]] = {
+
+def _gptq(quantization: dict[str, Any], where: str) -> Format:
+    """GPTQModel writes AWQ's tensors too, and says so in the format alone."""
+    form = str(quantization.get("checkpoint_format") or quantization.get("format") or "").lower()
+    return Awq(quantization, where) if form in AWQ_FORMATS else Gptq(quantization, where)
+
+
+AWQ_FORMATS = ("gemm", "gemv", "gemv_fast", "llm-awq")
+
+# quant_method of config.json -> what makes the format that reads it
+FORMATS: dict[str, Callable[[dict[str, Any], str], Format]] = {
     "compressed-tensors": CompressedTensors,
-    "gptq": Gptq,
+    "gptq": _gptq,
     "awq": Awq,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
+}
+# Where quantisers put their settings when not into config.json, and whose they are when the file does not say.
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "",
 }
 
 DEMO = "demo"
@@ -62,22 +80,23 @@ def resolve(model: str, progress: bool = True) -> Path:
     return _fetch(model)
 
 
-def open_checkpoint(folder: Path, on_bytes: Callable[[int, int], None] | None = None) -> Checkpoint:
-    """Open a folder's weights for reading. on_bytes(done, total) is called as bytes are read.
+def open_checkpoint(
+    folder: Path,
+    on_bytes: Callable[[int, int], None] | None = None,
+    drop_cache: bool = False,
+    pin: bool = False,
+) -> Checkpoint:
+    """Open a folder's weights for reading. on_bytes(done, total) is called as bytes are read. drop_cache and pin: see
+    TensorFiles.
 
     Raises CheckpointError when the folder is not quantised, is of a format not in FORMATS, or lacks a file.
     """
     config = read_json(folder / "config.json")
-    return Checkpoint(folder, config, _format_of(folder, config), on_bytes)
+    return Checkpoint(folder, config, _format_of(folder, config), on_bytes, drop_cache, pin)
 
 
 def _format_of(folder: Path, config: dict[str, Any]) -> Format:
-    where = f"{folder / 'config.json'}: quantization_config"
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if not quantization and (folder / "quantize_config.json").is_file():
-        # AutoGPTQ of 2023 wrote its settings beside config.json only.
-        where = str(folder / "quantize_config.json")
-        quantization = {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
+    quantization, where = quantization_of(folder, config)
     if not quantization:
         raise CheckpointError(
             f"{folder}: config.json has no quantization_config, so these are 16-bit weights; quantise them first: "
@@ -86,10 +105,23 @@ def _format_of(folder: Path, config: dict[str, Any]) -> Format:
     if not isinstance(quantization, dict):
         raise CheckpointError(f"{where}: given {quantization!r:.100}, accepted an object")
     method = quantization.get("quant_method")
+    if method is None and "config_groups" in quantization:
+        method = "compressed-tensors"  # its first releases did not say
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"{where}: quant_method: given {method!r}, accepted {', '.join(FORMATS)}")
     with well_formed(where):
         return FORMATS[method](quantization, where)
+
+
+def quantization_of(folder: Path, config: dict[str, Any]) -> tuple[Any, str]:
+    """The quantisation settings of a folder and where they stand; None when it has none."""
+    for field in ("quantization_config", "compression_config"):
+        if config.get(field):
+            return config[field], f"{folder / 'config.json'}: {field}"
+    for name, method in SETTINGS_FILES.items():
+        if (folder / name).is_file():
+            return {"quant_method": method or None} | read_json(folder / name), str(folder / name)
+    return None, str(folder / "config.json")
 
 
 def _fetch(model: str) -> Path:

@@ -18,6 +18,7 @@ from nybble.service.checkpoints.base import (
     Scheme,
     dequantised,
     finite,
+    flag,
     group_size_of,
     groups_of,
     is_w4a16,
@@ -44,7 +45,7 @@ class Awq(Format):
             if given not in fits:
                 raise refused(where, field, given, accepted)
         size = "group_size" if "group_size" in quantization else "q_group_size"
-        zero_point = quantization.get("zero_point", not quantization.get("sym", False))
+        zero_point = flag(quantization, "zero_point", where, not flag(quantization, "sym", where, False))
         scheme = Scheme(4, whole(quantization, size, where), symmetric=not zero_point)
         self._schemes = Overrides(scheme, quantization, where)
 

@@ -303,6 +303,16 @@ def whole(quantization: Mapping[str, Any], field: str, where: str, default: int 
     return value
 
 
+def flag(quantization: Mapping[str, Any], field: str, where: str, default: bool) -> bool:
+    """A yes or no of a quantization_config. Raises CheckpointError naming the field for anything else."""
+    value = quantization.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refused(where, field, value, "true or false")
+    return value
+
+
 def refused(where: str, field: str, given: object, accepted: str) -> CheckpointError:
     """The error for a field of quantization_config that is not understood."""
     return CheckpointError(

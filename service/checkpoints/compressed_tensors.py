@@ -25,10 +25,12 @@ from nybble.service.checkpoints.base import (
     act_order,
     dequantised,
     finite,
+    flag,
     group_size_of,
     groups_of,
     is_w4a16,
     refused,
+    whole,
 )
 from nybble.service.checkpoints.gptq import fields_of
 from nybble.service.errors import CheckpointError
@@ -163,8 +165,8 @@ def _group(group: dict[str, Any], where: str, default_format: str | None) -> Gro
         group_size = -1
     scheme = Scheme(
         bits=weights["num_bits"],
-        group_size=int(group_size),
-        symmetric=bool(weights.get("symmetric", True)),
+        group_size=whole({"group_size": group_size}, "group_size", f"{where}: weights"),
+        symmetric=flag(weights, "symmetric", f"{where}: weights", True),
         act_order=weights.get("actorder") in SHUFFLED,
     )
     return Group(tuple(str(target) for target in group.get("targets") or ()), scheme)

@@ -20,6 +20,7 @@ from nybble.service.checkpoints.base import (
     act_order,
     dequantised,
     finite,
+    flag,
     group_size_of,
     groups_of,
     is_w4a16,
@@ -64,8 +65,8 @@ class Gptq(Format):
         scheme = Scheme(
             bits=quantization["bits"],
             group_size=whole(quantization, "group_size", where),
-            symmetric=bool(quantization.get("sym", True)),
-            act_order=bool(quantization.get("desc_act", False)),
+            symmetric=flag(quantization, "sym", where, True),
+            act_order=flag(quantization, "desc_act", where, False),
         )
         self._schemes = Overrides(scheme, quantization, where)
 
@@ -95,7 +96,7 @@ class Gptq(Format):
         """uint8 [N, groups]; None for a symmetric file, whatever its qzeros hold."""
         if scheme.symmetric:
             if checkpoint.has_tensor(name):
-                checkpoint.tensor(name)
+                self._check_ignored(checkpoint, name)
             return None
         if n % scheme.per_word:
             raise CheckpointError(
@@ -104,6 +105,16 @@ class Gptq(Format):
         words = checkpoint.checked(name, (groups, n // scheme.per_word), (torch.int32,))
         self._settle_version(checkpoint)
         return self._unpacked(words, scheme.bits, self._version).t().contiguous()
+
+    def _check_ignored(self, checkpoint: Checkpoint, name: str) -> None:
+        """Zero points of a file that says it has none are ignored; where they say something else, that is said."""
+        words = checkpoint.tensor(name)
+        if words.numel() and bool((words != words.flatten()[0]).any()):
+            checkpoint.say(
+                f"the metadata says sym=true, but the stored zero points differ from one another ({name} first): they "
+                "are ignored, as the format says; should the text be wrong, the file is an asymmetric one",
+                "sym",
+            )
 
     def _unpacked(self, words: torch.Tensor, bits: int, version: str) -> torch.Tensor:
         """int32 [groups, N/P] -> uint8 [groups, N]."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nybble.service.checkpoints.base import Scheme, refused, whole
+from nybble.service.checkpoints.base import Scheme, flag, refused, whole
 from nybble.service.errors import CheckpointError
 
 SKIP, ADD = "-:", "+:"
@@ -60,8 +60,8 @@ class Overrides:
             s,
             bits=whole(fields, "bits", where, s.bits),
             group_size=whole(fields, "group_size", where, s.group_size),
-            symmetric=bool(fields.get("sym", s.symmetric)),
-            act_order=bool(fields.get("desc_act", s.act_order)),
+            symmetric=flag(fields, "sym", where, s.symmetric),
+            act_order=flag(fields, "desc_act", where, s.act_order),
         )
 
     def _compile(self, pattern: str, label: str) -> re.Pattern[str] | None:

@@ -74,6 +74,45 @@ def test_index_names_a_tensor_its_file_lacks(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
+def test_a_file_that_the_index_does_not_name_is_not_there(sharded: Path) -> None:
+    """Left over from another version: its tensors count for nothing, even under names that are expected."""
+    save_file(
+        {"model.norm.weight": torch.zeros(256), "stray": torch.zeros(1)}, sharded / "model-old.safetensors"
+    )
+    (sharded / "adapter.safetensors").write_bytes(b"not even complete")
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert parts.names() == whole.names()
+        assert torch.equal(parts.tensor("model.norm.weight"), whole.tensor("model.norm.weight"))
+
+
+def test_a_tensor_that_the_index_gives_to_another_file_is_read_from_there(sharded: Path) -> None:
+    first = sharded / "model-00001-of-00002.safetensors"
+    tensors = load_file(first) | {"model.norm.weight": torch.zeros(256)}
+    save_file(tensors, first)
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert torch.equal(parts.tensor("model.norm.weight"), whole.tensor("model.norm.weight"))
+
+
+def test_an_index_beats_a_whole_file_beside_it(sharded: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(256)}, sharded / "model.safetensors")
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert parts.names() == whole.names()
+
+
+def test_a_whole_file_beats_an_index_all_of_whose_files_are_gone(sharded: Path) -> None:
+    for path in sharded.glob("model-0*.safetensors"):
+        path.unlink()
+    shutil.copy(DATA / "model.safetensors", sharded)
+    with open_checkpoint(sharded) as found, open_checkpoint(DATA) as whole:
+        assert found.names() == whole.names()
+
+
+def test_an_index_of_pickles_is_refused(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
+    with pytest.raises(CheckpointError, match="accepted a .safetensors file \\(pickles are never opened\\)"):
+        open_checkpoint(sharded)
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}']
 )
@@ -117,7 +156,9 @@ def test_16_bit_folder_says_how_to_quantise(write: Any) -> None:
 
 
 def test_unknown_quant_method_lists_the_known_ones(write: Any) -> None:
-    with pytest.raises(CheckpointError, match="given 'bitsandbytes', accepted compressed-tensors, gptq, awq"):
+    with pytest.raises(
+        CheckpointError, match="given 'bitsandbytes', accepted compressed-tensors, gptq, awq, auto-round"
+    ):
         open_checkpoint(write({"quant_method": "bitsandbytes"}, {"a": torch.zeros(1)}))
 
 

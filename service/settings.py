@@ -18,6 +18,7 @@ ENV_PREFIX = "NYBBLE_"
 ENGINE_FIELDS = (
     *("dtype", "device", "max_model_len", "max_running", "block_size", "kv_cache_bytes", "memory_fraction"),
     *("prefill_tokens", "prefill_tokens_busy", "lm_head", "dense_copies", "threads", "gemm_sample_every"),
+    *("kernel_cache", "kernel_cache_shared"),
 )
 
 
@@ -84,6 +85,13 @@ class Settings(BaseSettings):
     )
     gemm_sample_every: int = Field(
         32, ge=0, description="Time the GEMM calls of one in this many steps; 0: of none."
+    )
+    kernel_cache: str = Field(
+        "", description="Folder that keeps compiled kernels; empty: kernels/ in Nybble's cache folder."
+    )
+    kernel_cache_shared: str = Field(
+        "/usr/share/nybble/kernels",
+        description="Folder of kernels compiled by `nybble warm`, read before the other; it need not exist.",
     )
 
     def engine_config(self, folder: str) -> EngineConfig:

@@ -191,18 +191,63 @@ class TestResolve:
         with pytest.raises(CheckpointError, match="no config.json in this folder"):
             resolve(str(tmp_path))
 
-    def test_gguf_file_says_how_to_quantise(self, tmp_path: Path) -> None:
+    @pytest.fixture
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "nybble" / "gguf"
+
+    def test_gguf_file_is_converted_once(
+        self, gguf_file: Path, cache: Path, tmp_path: Path, caplog: Any
+    ) -> None:
+        caplog.set_level("INFO", "nybble")
+        shutil.copy(gguf_file, tmp_path / "m.gguf")
+        first = resolve(str(tmp_path / "m.gguf"), progress=False)
+        assert first.parent == cache and first.name.startswith("m-") and (first / "tokenizer.json").is_file()
+        assert (
+            "converting once into" in caplog.text
+            and "Q8_0 layers dequantised and rounded to int4 anew" in caplog.text
+        )
+        made = (first / "model.safetensors").stat().st_mtime_ns
+        assert resolve(str(tmp_path), progress=False) == first, "a folder that holds just this file"
+        assert (first / "model.safetensors").stat().st_mtime_ns == made
+        (tmp_path / "m.gguf").touch()
+        assert resolve(str(tmp_path / "m.gguf"), progress=False) != first, "another file under the same name"
+
+    def test_a_folder_of_several_ggufs(self, tmp_path: Path) -> None:
+        for name in "ab":
+            (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+        with pytest.raises(CheckpointError, match=r"2 GGUF files \(a.gguf, b.gguf ...\); give one of them"):
+            resolve(str(tmp_path))
+
+    def test_a_file_that_is_no_gguf(self, tmp_path: Path) -> None:
+        (tmp_path / "m.bin").write_bytes(b"PK\x03\x04 a pickle in a zip file")
+        with pytest.raises(CheckpointError, match="m.bin: a file that is no GGUF file; accepted"):
+            resolve(str(tmp_path / "m.bin"))
+
+    def test_a_damaged_gguf(self, tmp_path: Path, cache: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
-        with pytest.raises(
-            CheckpointError, match="m.gguf: a file; accepted a folder. Make one with `nybble quantize"
-        ):
+        with pytest.raises(CheckpointError, match="m.gguf: not a complete GGUF file"):
             resolve(str(tmp_path / "m.gguf"))
+        assert not list(cache.glob("*")), "nothing half-made"
+
+    def test_one_gguf_of_a_hub_repository(
+        self, gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        def download(repo: str, file: str) -> str:
+            asked.append((repo, file))
+            return str(gguf_file)
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        assert resolve("org/name/sub/m-Q8_0.gguf", progress=False).parent == cache
+        assert asked == [("org/name", "sub/m-Q8_0.gguf")]
 
     @pytest.mark.parametrize("name", ["nothing", "./no/folder", "/no/folder", "a/b/c", ""])
     def test_neither_folder_nor_hub_id(self, name: str) -> None:
         with pytest.raises(
             CheckpointError,
-            match="no such folder; accepted a folder, a hub id such as org/name, or `demo`|no config.json",
+            match="no such folder; accepted a folder, a GGUF file, a hub id such as org/name, or `demo`|no config.json",
         ):
             resolve(name)
 

@@ -42,7 +42,7 @@ GROUP_SIZES = (32, 64, 128)
 # GGUF's Q4_0 is W4A16 without zero points in groups of this size.
 EXACT_TYPE, EXACT_GROUP = "Q4_0", 32
 PLAIN_TYPES = ("16-bit", "F32", "F16", "BF16")
-FLOAT32_BYTES = 256 << 20  # a larger tensor is rounded to 16 bits on disk: serving rounds it anyway
+FLOAT32_BYTES = 32 << 20  # a larger tensor is rounded to 16 bits on disk: serving rounds it anyway
 SHARD_BYTES = 2 * 10**9
 SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*\.weight")

@@ -13,13 +13,17 @@
 #if NYBBLE_AMD
 #define NYBBLE_DEV static inline __attribute__((device)) __attribute__((always_inline))
 #define NYBBLE_METHOD inline __attribute__((device)) __attribute__((always_inline))
-#define NYBBLE_KERNEL(threads, blocks) \
+#define NYBBLE_KERNEL(threads) \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
 #define NYBBLE_SHARED(name) extern __attribute__((shared)) u8 name[] __attribute__((aligned(16)))
 #else
 #define NYBBLE_DEV static __device__ __forceinline__
 #define NYBBLE_METHOD __device__ __forceinline__
-#define NYBBLE_KERNEL(threads, blocks) extern "C" __global__ __launch_bounds__(threads, blocks)
+#ifdef NYBBLE_MIN_BLOCKS
+#define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads, NYBBLE_MIN_BLOCKS)
+#else
+#define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads)
+#endif
 #define NYBBLE_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif
 #define NYBBLE_UNROLL _Pragma("unroll")

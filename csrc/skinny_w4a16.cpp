@@ -21,7 +21,7 @@ using Engine =
 
 }  // namespace nybble
 
-NYBBLE_KERNEL(NYBBLE_WAVES * 32, 1)
+NYBBLE_KERNEL(NYBBLE_WAVES * 32)
 void nybble_skinny_w4a16(const void* x, const void* w, const void* scales, const void* zeros, const void* bias, void* y,
                          void* partial, void* counters, int m, int n, int k, int x_stride, int w_stride, int s_stride,
                          int z_stride, int splits) {

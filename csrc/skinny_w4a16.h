@@ -38,14 +38,14 @@ constexpr int GRANULE_BYTES = 16;  // of w
 constexpr int SYMMETRIC_ZERO = 8;
 
 struct Problem {
-  const u8* x;         // [m, k] activations, 2 bytes each, rows x_stride bytes apart
-  const u8* w;         // [n, k/2] bytes, rows w_stride bytes apart
-  const u8* scales;    // [n, k/G], rows s_stride bytes apart
-  const u8* zeros;     // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
-  const u16* bias;     // [n] or null
-  u16* y;              // [m, n], or [m, n/2] with a gate
-  float* partial;      // [splits, m, n] where splits > 1
-  u32* counters;       // [blocks of rows], 0 between calls
+  const u8* x;       // [m, k] activations, 2 bytes each, rows x_stride bytes apart
+  const u8* w;       // [n, k/2] bytes, rows w_stride bytes apart
+  const u8* scales;  // [n, k/G], rows s_stride bytes apart
+  const u8* zeros;   // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
+  const u16* bias;   // [n] or null
+  u16* y;            // [m, n], or [m, n/2] with a gate
+  float* partial;    // [splits, m, n] where splits > 1
+  u32* counters;     // [blocks of rows], 0 between calls
   int m, n, k;
   int x_stride, w_stride, s_stride, z_stride;
   int splits;

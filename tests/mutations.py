@@ -213,6 +213,20 @@ FAULTS = (
         "tests/kernels/test_linear.py -k routes",
     ),
     Fault(
+        "decode kernel given rows that 16-byte loads cannot start at",
+        "kernels/linear/skinny.py",
+        "if words.data_ptr() % _ALIGNMENT_BYTES or (words.shape[0] > 1 and stride % _ALIGNMENT_BYTES):",
+        "if False:",
+        "tests/kernels/test_skinny.py -k bad_calls",
+    ),
+    Fault(
+        "decode kernel's ring larger than its shared memory",
+        "kernels/linear/skinny.py",
+        "while plan.shared_bytes(k, group_size, scale_bytes, zeros) > target.lds_bytes and plan.waves > 1:",
+        "while False:",
+        "tests/kernels/test_skinny.py -k fits_the_chip",
+    ),
+    Fault(
         "dense copies taken without room",
         "service/memory.py",
         'return "enabled" if needs.dense_bytes <= dense_budget else "refused"',

@@ -15,7 +15,7 @@ from nybble.kernels import native
 from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
-from nybble.kernels.target import Target, default_device, detect, usable_cores
+from nybble.kernels.target import Target, default_device, detect, shares_host_memory, usable_cores
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
 from nybble.service.engine.graphs import Capture, DeviceCapture
@@ -53,7 +53,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     _set_up_compilation(config, device)
     readings = _readings(device)
     folder = Path(config.model)
-    with open_checkpoint(folder, on_bytes) as checkpoint:
+    shared = device.type != "cpu" and shares_host_memory(device)
+    with open_checkpoint(folder, on_bytes, drop_cache=shared, pin=device.type == "cuda") as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
         attention = _attention(target, dtype, model_config.head_dim, config.block_size)
@@ -185,10 +186,7 @@ def _head_quantizer(
 
 def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
     """A tensor nobody asked for means that the file describes another model than config.json does."""
-    tied = ("lm_head.",) if model.tie_word_embeddings else ()
-    unread = [
-        n for n in checkpoint.unread() if not n.startswith(tied) and not n.endswith("rotary_emb.inv_freq")
-    ]
+    unread = checkpoint.unread()
     if unread:
         shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         raise CheckpointError(

@@ -70,6 +70,7 @@ def case_id(case: dict[str, Any]) -> str:
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
+needs_clang = pytest.mark.skipif(shutil.which("clang++-22") is None, reason="clang++-22 is not on PATH")
 needs_emulator = pytest.mark.skipif(
     not (os.environ.get("RDNA_TINYGRAD") and shutil.which("clang-22")),
     reason="RDNA_TINYGRAD is not set, or clang-22 is not on PATH: no RDNA emulator here",

@@ -47,12 +47,20 @@ def _attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[
         cache = random(10, 2, _KV_HEADS, _BLOCK_SIZE, head_dim)
         table = torch.tensor([[7, 2, 9, 0, 4], [3, 8, 1, 0, 0]], dtype=torch.int32)
         q_start = torch.tensor([0, q_lens[0], sum(q_lens)], dtype=torch.int32)
-        arguments = random(sum(q_lens), _HEADS, head_dim), cache, table, q_start, torch.tensor(kv_lens, dtype=torch.int32)
+        arguments = (
+            random(sum(q_lens), _HEADS, head_dim),
+            cache,
+            table,
+            q_start,
+            torch.tensor(kv_lens, dtype=torch.int32),
+        )
         for window in (0, 30):
             reference = paged_attention_reference(*arguments, window, head_dim**-0.5, 0.0)
             splits = 2 if max(q_lens) == 1 else 1
-            on = (t.to(device) for t in arguments)
-            y = launch_attention(*on, max(q_lens), window, head_dim**-0.5, 0.0, splits=splits)
+            on = [t.to(device) for t in arguments]
+            y = launch_attention(
+                on[0], on[1], on[2], on[3], on[4], max(q_lens), window, head_dim**-0.5, 0.0, splits=splits
+            )
             found.append(_error(y, reference))
     return found
 

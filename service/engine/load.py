@@ -13,6 +13,7 @@ import torch
 
 from nybble.kernels import native
 from nybble.kernels.attention import AttentionBackend, CacheShape, choose
+from nybble.kernels.attention.selfcheck import paged_problem
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, default_device, detect, shares_host_memory, usable_cores
@@ -57,7 +58,9 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     with open_checkpoint(folder, on_bytes, drop_cache=shared, pin=device.type == "cuda") as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
-        attention = _attention(target, dtype, model_config.head_dim, config.block_size)
+        attention, attention_passed = _attention(
+            target, device, dtype, model_config.head_dim, config.block_size
+        )
         head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
@@ -106,7 +109,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
             dense_build_seconds=model.dense_build_seconds,
         ),
         kernels=_reports(model),
-        selfcheck=selfcheck.passed,
+        selfcheck=selfcheck.passed | attention_passed,
     )
     return Engine(runner, info, config)
 
@@ -119,11 +122,23 @@ def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
         native.count_triton()
 
 
-def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+def _attention(
+    target: Target, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> tuple[AttentionBackend, dict[str, bool]]:
+    """The back end, and whether the paged one, where it was chosen, passed its self-check."""
+    passed: dict[str, bool] = {}
     choice = choose(target, dtype, head_dim, block_size)
+    if choice.backend.name == "triton" and device.type != "cpu":
+        problem = paged_problem(device, dtype, head_dim)
+        passed["attention"] = problem is None
+        if problem is not None:
+            log.error("self-check on %s %s: paged attention, %s", target.name, target.arch, problem)
+            choice = choose(
+                target, dtype, head_dim, block_size, {"triton": f"failed its self-check: {problem}"}
+            )
     for name, reason in choice.declined.items():
         log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
-    return choice.backend
+    return choice.backend, passed
 
 
 def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:

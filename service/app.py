@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nybble.service.api import chat, completions, errors, health, kernels, models
+from nybble.service.api import chat, completions, errors, health, kernels, models, tokens
 from nybble.service.api.middleware import CLIENT_CLOSED, AccessLog, BodyLimit
 from nybble.service.api.sse import ClientGone
 from nybble.service.api.state import Service, nybble_version
@@ -23,6 +23,9 @@ from nybble.service.text import TextCodec
 ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("POST", "/v1/completions", completions.create_completion),
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+    ("GET", "/tokenizer_info", tokens.tokenizer_info),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model_id:path}", models.get_model),
     ("GET", "/v1/kernels", kernels.list_kernels),

@@ -160,6 +160,11 @@ class OutputStream:
         self._error = error
         self._wake()
 
+    def give_up(self, error: NybbleError) -> None:
+        """Aborts what has not ended and lets next() raise, once it has handed out what is there."""
+        self.close()
+        self.fail(error)
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -41,6 +41,11 @@ class Settings(BaseSettings):
     body_limit_bytes: int = Field(
         8 * 2**20, ge=1024, description="Largest request body; beyond, the answer is 413."
     )
+    request_timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="Longest time a request may take, queue included; beyond, the answer is 504. 0: no limit.",
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM."
     )

@@ -14,10 +14,12 @@ from starlette.responses import Response
 
 from nybble.service.errors import (
     BodyTooLarge,
+    DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
     NybbleError,
     QueueFull,
+    Unauthorized,
     Unavailable,
 )
 
@@ -27,9 +29,11 @@ MAX_ECHO_CHARS = 100
 # Errors counted as nybble_rejected_total{reason}.
 REJECTIONS: dict[type[NybbleError], str] = {
     BodyTooLarge: "body_too_large",
+    DeadlineExceeded: "deadline",
     InvalidRequest: "invalid",
     ModelNotFound: "model_not_found",
     QueueFull: "queue_full",
+    Unauthorized: "unauthorized",
     Unavailable: "unavailable",
 }
 _HTTP_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}

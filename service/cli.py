@@ -103,7 +103,9 @@ def serve(flags: dict[str, Any]) -> None:
     from nybble.service import logs, server
 
     logs.configure_logging(settings.log_level.upper())
-    server.run(settings, find_model(settings.model))
+    # A port that is taken is reported at once, not after the model has been found and loaded.
+    with server.listen(settings) as sockets:
+        server.run(settings, find_model(settings.model), sockets)
 
 
 def find_model(model: str) -> str:

@@ -46,6 +46,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Longest time a request may take, queue included; beyond, the answer is 504. 0: no limit.",
     )
+    step_timeout_s: float = Field(
+        120.0,
+        ge=0,
+        description="An engine that has requests and says nothing for so long hangs, and is killed and restarted. 0: never.",
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM."
     )

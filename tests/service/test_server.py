@@ -268,7 +268,7 @@ def test_a_port_in_use_ends_with_one_sentence(folder: Path, tmp_path: Path) -> N
 def test_a_host_that_cannot_be_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
     code, log = ended(folder, tmp_path, "--host", "a..b")
     assert code == 1
-    assert log.splitlines()[-1] == "nybble: cannot listen on a..b:0; choose another --host or --port"
+    assert log.splitlines()[-1].startswith("nybble: cannot listen on a..b:0: ")
     assert "Traceback" not in log
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from time import perf_counter
 
 from nybble.kernels.linear import RECORDER
+from nybble.kernels.native import JIT_RECORDER
 from nybble.service.engine.kv_blocks import BlockPool
 from nybble.service.engine.protocol import (
     EngineConfig,
@@ -102,6 +103,7 @@ class Engine:
         """A consistent snapshot; takes the GEMM samples gathered since the last one."""
         scheduler = self._scheduler
         self._told = self._places()
+        jit = JIT_RECORDER.counts()
         return EngineStats(
             started=self._started,
             finished=dict(self._finished),
@@ -114,6 +116,9 @@ class Engine:
             kv_usage_ratio=scheduler.pool.usage_ratio,
             steps=self._steps,
             step_overhead_seconds=self._overhead_seconds,
+            jit_compiles=jit.compiles,
+            jit_cache_hits=jit.cache_hits,
+            jit_compile_seconds=jit.seconds,
             gemm_calls=dict(RECORDER.calls),
             gemm_samples=RECORDER.take_samples(),
             gemm_latest=RECORDER.take_latest(),

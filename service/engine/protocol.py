@@ -200,6 +200,7 @@ class RouteReport:
 class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
 
+    jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
     the seconds and M of the latest of them per (layer, path).
     """
@@ -216,6 +217,9 @@ class EngineStats:
     kv_usage_ratio: float = 0.0
     steps: int = 0
     step_overhead_seconds: float = 0.0
+    jit_compiles: dict[str, int] = field(default_factory=dict)
+    jit_cache_hits: dict[str, int] = field(default_factory=dict)
+    jit_compile_seconds: float = 0.0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
@@ -250,7 +254,8 @@ class EngineConfig:
     model is a resolved folder. max_model_len 0: the model's own, capped by what the memory plan can hold.
     kv_cache_bytes 0: what the memory plan gives. prefill_tokens: rows of one prefill chunk; while requests are
     decoding, a chunk is at most prefill_tokens_busy, so that their next token is not held up for long.
-    dense_copies: see service/memory.py's DENSE_MODES.
+    dense_copies: see service/memory.py's DENSE_MODES. kernel_cache: the folder that keeps compiled kernels, none if empty;
+    kernel_cache_shared: one that somebody else filled, looked at first.
     """
 
     model: str
@@ -267,3 +272,5 @@ class EngineConfig:
     dense_copies: str = "disabled"
     threads: int = 0
     gemm_sample_every: int = 32
+    kernel_cache: str = ""
+    kernel_cache_shared: str = ""

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nybble.service.api import sse
-from nybble.service.api.errors import error_of
+from nybble.service.api.errors import REJECTIONS, error_of
 from nybble.service.api.generation import Choice, Delta, Entry, Generation
 from nybble.service.api.schemas import SamplingFields
 from nybble.service.api.state import Service
-from nybble.service.errors import NybbleError
+from nybble.service.errors import DeadlineExceeded, NybbleError
 
 
 class Form(ABC):
@@ -157,7 +157,7 @@ async def _stream(request: Request, answer: _Answer) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    return sse.EventStream(first, _after_first(events))
+    return sse.EventStream(first, _after_first(answer.service, events))
 
 
 async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
@@ -181,12 +181,14 @@ async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
         await deltas.aclose()
 
 
-async def _after_first(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _after_first(service: Service, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The status line is out: from here an error is one event, and the end of the stream."""
     try:
         async for piece in events:
             yield piece
     except NybbleError as error:
+        if isinstance(error, DeadlineExceeded):
+            service.metrics.rejected(REJECTIONS[DeadlineExceeded])
         yield sse.event(error_of(error))
     finally:
         await events.aclose()

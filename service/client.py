@@ -39,7 +39,7 @@ from nybble.service.engine.protocol import (
     StepOutput,
 )
 from nybble.service.errors import NybbleError, QueueFull, Unavailable
-from nybble.service.logs import configure_logging
+from nybble.service.logs import LogConfig, configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +85,13 @@ class Observer(Protocol):
     def gemm(self, samples: dict[tuple[str, str], tuple[float, ...]]) -> None: ...
 
 
-def _run_engine(engine_main: str, log_level: int, connection: Connection, config: EngineConfig) -> None:
+def _run_engine(engine_main: str, log: LogConfig, connection: Connection, config: EngineConfig) -> None:
     """The first function of the engine process.
 
     SIGTERM, which may be sent to the whole group, is the API process's business: it drains, then ends this process.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    configure_logging(log_level)
+    configure_logging(log)
     module, _, function = engine_main.partition(":")
     getattr(importlib.import_module(module), function)(connection, config)
 
@@ -213,6 +213,7 @@ class EngineClient:
         max_queue: int = 256,
         step_timeout_s: float = 0.0,
         observer: Observer | None = None,
+        log: LogConfig | None = None,
         on_loading: Callable[[Loading], None] | None = None,
         on_fatal: Callable[[str], None] | None = None,
         backoff_s: Sequence[float] = BACKOFF_S,
@@ -230,6 +231,7 @@ class EngineClient:
         self._engine_main = engine_main
         self._on_loading_progress = on_loading
         self._on_fatal = on_fatal
+        self._log = log or LogConfig(logger.getEffectiveLevel())
         self._step_timeout_s = step_timeout_s
         self._heard_s = 0.0
         self._watchdog_task: asyncio.Task[None] | None = None
@@ -359,7 +361,7 @@ class EngineClient:
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(
             target=_run_engine,
-            args=(self._engine_main, logger.getEffectiveLevel(), theirs, self.config),
+            args=(self._engine_main, self._log, theirs, self.config),
             name="nybble-engine",
             daemon=True,
         )

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2
 DRAIN_LOOK_S = 0.05
 BACKLOG = 2048
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENGINE_EXIT_S = 10.0
 PROGRESS_EVERY_S = 2.0
 # Whoever signals a whole group of processes may be heard twice: from them, and from a `make` that passes it on.
@@ -49,10 +51,12 @@ def bar_torch() -> None:
 
 @contextlib.contextmanager
 def listen(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Takes the port before anything slow begins; connections wait until run() accepts them.
+    """Takes the port, and looks at the TLS files, before anything slow begins; connections wait until run() accepts
+    them.
 
     A name may stand for several addresses, which then share one port. Raises ConfigError when there is none to be had.
     """
+    _check_tls(settings)
     where = f"{settings.host}:{settings.port}"
     with contextlib.ExitStack() as opened:
         try:
@@ -79,6 +83,25 @@ def listen(settings: Settings) -> Iterator[list[socket.socket]]:
                 f"cannot listen on {where}: {reason}; choose another --host or --port"
             ) from None
         yield sockets
+
+
+def _check_tls(settings: Settings) -> None:
+    if not settings.tls_certfile and not settings.tls_keyfile:
+        return
+    if not settings.tls_certfile:
+        raise ConfigError(
+            "--tls-keyfile is given without --tls-certfile; give both, or a file with both as the latter"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An encrypted key has nobody to ask for its password.
+        context.load_cert_chain(settings.tls_certfile, settings.tls_keyfile or None, password="")
+    except OSError as error:  # SSLError is one
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"--tls-certfile {settings.tls_certfile!r}, --tls-keyfile {settings.tls_keyfile!r}: {reason}; give a "
+            "certificate chain and its private key, both PEM, the key not encrypted"
+        ) from None
 
 
 def _listener(family: int, address: Any) -> socket.socket:
@@ -114,10 +137,13 @@ async def _serve(settings: Settings, folder: str, sockets: list[socket.socket], 
         engine_main,
         max_queue=settings.max_queue,
         step_timeout_s=settings.step_timeout_s,
+        log=settings.log_config(),
         on_loading=LoadingProgress().show,
         on_fatal=failure.set_result,
     )
     engine_exit_s = ENGINE_EXIT_S
+    if not settings.key_digests() and settings.host not in LOOPBACK:
+        logger.warning("no API keys: whoever reaches this port may use the model (--api-key-file)")
     # The engine loads while the tokenizer does.
     await client.start()
     try:
@@ -141,6 +167,8 @@ def _uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         backlog=BACKLOG,
+        ssl_certfile=settings.tls_certfile or None,
+        ssl_keyfile=settings.tls_keyfile or None,
         timeout_graceful_shutdown=GRACE_S,
     )
 

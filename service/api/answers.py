@@ -11,6 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -62,9 +63,19 @@ async def respond(
     Raises what Generation.deltas() raises, and ClientGone when the client leaves before the first byte.
     """
     answer = _Answer(service, body, generation, form)
+    request.state.summary = partial(_summary, service, body, generation)
     if body.stream:
         return await _stream(request, answer)
     return await sse.unless_disconnected(request, _collect(answer))
+
+
+def _summary(service: Service, body: SamplingFields, generation: Generation) -> dict[str, Any]:
+    """What the request's log line says of its work."""
+    fields = {"stream": bool(body.stream)} | generation.summary()
+    if service.settings.log_prompts:
+        prompts = {id(choice.prompt): choice.prompt.token_ids for choice in generation.choices}.values()
+        fields["prompts"] = [service.codec.decode(ids, skip_special_tokens=False) for ids in prompts]
+    return fields
 
 
 @dataclass
@@ -157,7 +168,7 @@ async def _stream(request: Request, answer: _Answer) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    return sse.EventStream(first, _after_first(answer.service, events))
+    return sse.EventStream(first, _after_first(request, answer.service, events))
 
 
 async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
@@ -181,7 +192,9 @@ async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
         await deltas.aclose()
 
 
-async def _after_first(service: Service, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _after_first(
+    request: Request, service: Service, events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
     """The status line is out: from here an error is one event, and the end of the stream."""
     try:
         async for piece in events:
@@ -189,6 +202,7 @@ async def _after_first(service: Service, events: AsyncGenerator[bytes, None]) ->
     except NybbleError as error:
         if isinstance(error, DeadlineExceeded):
             service.metrics.rejected(REJECTIONS[DeadlineExceeded])
+        request.state.error = error.code
         yield sse.event(error_of(error))
     finally:
         await events.aclose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from fastapi import Request
@@ -51,7 +50,7 @@ RESERVED_VARIABLES = frozenset(
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
-    arrival_s = time.monotonic()
+    arrival_s: float = request.state.arrival_s
     service = service_of(request)
     generation = await _plan(service, body, arrival_s)
     return await answers.respond(request, service, body, generation, ChatForm(service.codec))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import Request
@@ -36,7 +35,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts."""
-    arrival_s = time.monotonic()
+    arrival_s: float = request.state.arrival_s
     service = service_of(request)
     generation = await _plan(service, body, arrival_s)
     form = CompletionForm(service.codec, echo=bool(body.echo))

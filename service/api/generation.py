@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -143,6 +143,8 @@ class Generation:
         self._client = client
         self._deadline_s = deadline_s
         self._kept = kept
+        self._scheduled_s: float | None = None
+        self._first_s: float | None = None
         self._by_id = {choice.request.request_id: choice for choice in choices}
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
@@ -158,6 +160,8 @@ class Generation:
                 batch = []
                 for output in outputs:
                     choice = self._by_id[output.request_id]
+                    if self._first_s is None:
+                        self._note_first(output)
                     if output.finish_reason == "error":
                         raise GenerationFailed(
                             f"the engine ended this request: {output.error or 'no reason given'}"
@@ -171,6 +175,27 @@ class Generation:
                         batch.append(delta)
                 if batch:
                     yield batch
+
+    def _note_first(self, output: StepOutput) -> None:
+        if self._scheduled_s is None:
+            self._scheduled_s = output.scheduled_s
+        if output.tokens:
+            self._first_s = time.monotonic()
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and timings so far, for a log line; milliseconds from the arrival on, None for what has not come."""
+        usage = self.usage()
+        arrival_s = self.choices[0].request.arrival_s
+        reasons = Counter(choice.finish_reason or "abort" for choice in self.choices)
+        since = {"queue_ms": self._scheduled_s, "first_token_ms": self._first_s}
+        return {
+            "choices": len(self.choices),
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "finish_reason": next(iter(reasons)) if len(reasons) == 1 else dict(reasons),
+            **{name: None if at is None else round((at - arrival_s) * 1e3, 1) for name, at in since.items()},
+        }
 
     @contextlib.asynccontextmanager
     async def _limit(self, stream: OutputStream) -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from nybble.service.engine.protocol import (
     Abort,
@@ -595,36 +595,22 @@ class EngineClient:
             self.observer.finished(now - live.arrival_s, per_token)
 
 
-_COUNTERS = (
-    "started",
-    "prompt_tokens",
-    "generation_tokens",
-    "cached_prompt_tokens",
-    "preemptions",
-    "nonfinite",
-    "steps",
-)
+# What is true of the present engine only; everything else of its statistics counts up.
+_GAUGES = ("running", "waiting", "kv_usage_ratio")
+# Taken as they come, see EngineClient._on_outputs.
+_SAMPLES = ("gemm_samples", "gemm_latest")
 
 
 def _add(past: EngineStats, now: EngineStats) -> EngineStats:
-    """Counters summed, gauges of now."""
-    sums = {name: getattr(past, name) + getattr(now, name) for name in _COUNTERS}
-    return dataclasses.replace(
-        now,
-        **sums,
-        finished=_add_counts(past.finished, now.finished),
-        gemm_calls=_add_counts(past.gemm_calls, now.gemm_calls),
-        jit_compiles=_add_counts(past.jit_compiles, now.jit_compiles),
-        jit_cache_hits=_add_counts(past.jit_cache_hits, now.jit_cache_hits),
-        jit_compile_seconds=past.jit_compile_seconds + now.jit_compile_seconds,
-        step_overhead_seconds=past.step_overhead_seconds + now.step_overhead_seconds,
-        gemm_samples={},
-        gemm_latest={},
-    )
+    """Counters summed, gauges of now, no samples."""
+    sums: dict[str, Any] = {name: {} for name in _SAMPLES}
+    for field in dataclasses.fields(EngineStats):
+        if field.name not in (*_GAUGES, *_SAMPLES):
+            sums[field.name] = _sum(getattr(past, field.name), getattr(now, field.name))
+    return dataclasses.replace(now, **sums)
 
 
-K = TypeVar("K")
-
-
-def _add_counts(past: dict[K, int], now: dict[K, int]) -> dict[K, int]:
-    return {key: past.get(key, 0) + now.get(key, 0) for key in past.keys() | now.keys()}
+def _sum(past: Any, now: Any) -> Any:
+    if isinstance(now, dict):
+        return {key: past.get(key, 0) + now.get(key, 0) for key in past.keys() | now.keys()}
+    return past + now

@@ -53,7 +53,7 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
         middleware=_middleware(settings, metrics),
     )
     app.state.service = Service(settings, client, codec, metrics)
-    openapi.add_routes(app, ROUTES)
+    openapi.add_routes(app, ROUTES, settings.api_model_name())
     errors.install(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
     return app

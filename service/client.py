@@ -14,6 +14,7 @@ import importlib
 import logging
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -177,8 +178,9 @@ class OutputStream:
 class _Writer:
     """Sends messages from a thread of its own."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_failure: Callable[[], None]) -> None:
         self._connection = connection
+        self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="engine-writer", daemon=True).start()
 
@@ -192,8 +194,15 @@ class _Writer:
         while (message := self._queue.get()) is not None:
             try:
                 self._connection.send(message)
-            except (OSError, ValueError):
+            except (BrokenPipeError, ConnectionResetError):
                 # The engine is gone; the reading side sees the end of the pipe and takes care of it.
+                return
+            except Exception:
+                if self._connection.closed:
+                    return
+                # It would wait for ever for what it was not told.
+                logger.exception("the engine cannot be written to and is killed")
+                self._on_failure()
                 return
 
 
@@ -373,12 +382,14 @@ class EngineClient:
         finally:
             # Only then does the engine's death end the pipe, on either side.
             theirs.close()
-        self._process, self._connection, self._writer = process, ours, _Writer(ours)
+        self._process, self._connection, self._writer = process, ours, _Writer(ours, process.kill)
 
     def _watch(self) -> None:
         assert self._connection is not None and self._process is not None
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection.fileno(), self._read)
+        # uvloop makes it non-blocking, for both sides of it: a message larger than what the pipe holds would be cut.
+        os.set_blocking(self._connection.fileno(), True)
         loop.add_reader(self._process.sentinel, self._process_ended)
         if self._step_timeout_s:
             self._watchdog_task = loop.create_task(self._kill_when_hung())

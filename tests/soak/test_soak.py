@@ -34,7 +34,7 @@ CONNECTIONS = 64
 # Memory is looked at after this part of the time, when caches and pools have their size.
 WARM_UP = 0.4
 # What the fitted line of resident memory may rise over the rest of the time, for each process.
-MOST_GROWTH_BYTES = 12 << 20
+MOST_GROWTH_BYTES = 8 << 20
 # Of two tokens that are this close in likelihood, a batch of another size may take the other one.
 NEAR_TIE = 1e-3
 

@@ -30,6 +30,10 @@ app = typer.Typer(
 )
 
 
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
 def main() -> None:
     try:
         app()
@@ -181,7 +185,7 @@ def warm(
     ] = None,
 ) -> None:
     """Compile the GPU kernels of a chip ahead, without that GPU (AMD: needs clang and lld; NVIDIA: needs nvrtc)."""
-    from nybble.service.settings import default_kernel_cache
+    from nybble.service.folders import kernel_cache_folder
     from nybble.service.warm import Wanted, warm_chip
 
     wanted = Wanted(
@@ -192,6 +196,47 @@ def warm(
     tidy_on_sigterm()
     try:
         for chip in dict.fromkeys(arch):
-            warm_chip(chip, wanted, output or default_kernel_cache())
+            warm_chip(chip, wanted, output or kernel_cache_folder())
     except ConfigError as error:
         raise UsageError(error.message) from None
+
+
+@bench.command()
+def gemm(
+    layers: Annotated[
+        str, typer.Option(help="Layers of an 8B model, comma-separated: gate_up, down, qkv, o.")
+    ] = "o",
+    rows: Annotated[str, typer.Option(help="Numbers of rows M, comma-separated.")] = "1,2,4,8,16,64",
+    dtype: Annotated[Literal["bfloat16", "float16"], typer.Option(help="Type of activations.")] = "bfloat16",
+    group_size: Annotated[
+        Literal["32", "64", "128"], typer.Option(help="Input channels that share one scale.")
+    ] = "128",
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
+    ] = True,
+    paths: Annotated[
+        str, typer.Option(help="Only paths whose names contain one of these, comma-separated.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
+) -> None:
+    """Time every path of the int4 linear layer, and others' kernels that are installed, on the GPU or else the CPU.
+
+    Exit code 1 when one fails or computes wrong numbers.
+    """
+    import torch
+
+    from nybble.service.bench import GemmBench, bench_gemm, layers_of, rows_of
+
+    try:
+        wanted = GemmBench(
+            layers=layers_of(layers),
+            ms=rows_of(rows),
+            dtype=getattr(torch, dtype),
+            group_size=int(group_size),
+            symmetric=symmetric,
+            paths=tuple(filter(None, paths.split(","))),
+        )
+    except ConfigError as error:
+        raise UsageError(error.message) from None
+    if not bench_gemm(wanted, output):
+        raise typer.Exit(EXIT_RUNTIME)

@@ -14,12 +14,14 @@ import sys
 from typing import Any
 
 import torch
-from rdna_device import Launch, counts, pretend, resources
+from rdna_device import Launch, counts, pretend, resources, run_csrc
 
-from nybble.kernels.linear import triton_kn, triton_skinny
+from nybble.kernels.linear import operands, triton_kn, triton_skinny
+from nybble.kernels.linear import skinny as csrc_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
+from nybble.kernels.target import Target
 from nybble.kernels.testing import TOLERANCE, errors
 from nybble.kernels.tiles import Tile
 
@@ -54,7 +56,7 @@ def skinny(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launc
         if case.get("short_scales"):  # what the launcher's checks are there to stop
             args = (x, packed.words, packed.scales[:-8].clone(), *args[3:])
         else:
-            triton_skinny.check_arguments(*args)
+            operands.check(*args)
         gluon = case.get("kernel", "skinny_rdna") == "skinny_rdna"
         restore = triton_skinny._gluon_kernel
         if not gluon:
@@ -78,7 +80,31 @@ def kn(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     return y, linear_reference(x, weight, bias), launches
 
 
-RUNNERS = {"skinny": skinny, "skinny_rdna": skinny, "kn": kn}
+def csrc(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """(result, reference, launches) of csrc's kernel as clang compiles it, with the plan that its launcher makes."""
+    x, weight, bias = problem(case)
+    scale_dtype = DTYPES.get(case.get("scales", ""), x.dtype)
+    packed = pack(weight, arch=case["arch"], scale_dtype=scale_dtype)
+    if "scales" in case:
+        weight = dataclasses.replace(weight, scales=packed.scales)
+    target = Target("rocm", case["arch"], "", case.get("units", 40), 65536)
+    plan = csrc_skinny.plan_for(
+        target,
+        case["m"],
+        weight.n,
+        weight.k,
+        weight.group_size,
+        scale_dtype.itemsize,
+        packed.zeros is not None,
+    )
+    plan = dataclasses.replace(plan, **case.get("plan", {}))
+    y, launch = run_csrc(
+        case["arch"], plan, x, packed, bias, run=case.get("run", False), schedule=case.get("schedule", {})
+    )
+    return y, linear_reference(x, weight, bias), [launch]
+
+
+RUNNERS = {"skinny": skinny, "skinny_rdna": skinny, "kn": kn, "csrc": csrc}
 
 
 def main() -> None:

@@ -48,9 +48,10 @@ STATS = EngineStats(
     graph_fallbacks={"batch": 3},
     spec_draft_tokens=8,
     spec_accepted_tokens=5,
-    jit_compiles={"skinny": 2},
-    jit_compile_seconds=1.5,
     gemm_calls={("cpu", "decode"): 40, ("cpu", "prefill"): 2},
+    jit_compiles={"skinny_w4a16": 12},
+    jit_cache_hits={"skinny_w4a16": 3},
+    jit_compile_seconds=4.5,
 )
 
 
@@ -82,6 +83,9 @@ def scrape(metrics: Metrics) -> dict[str, float]:
         ("nybble_nonfinite_total", 5),
         ("nybble_kv_cache_usage_ratio", 0.25),
         ('nybble_gemm_calls_total{path="cpu",phase="decode"}', 40),
+        ('nybble_jit_compiles_total{kernel="skinny_w4a16"}', 12),
+        ('nybble_jit_cache_hits_total{kernel="skinny_w4a16"}', 3),
+        ("nybble_jit_compile_seconds_total", 4.5),
         ('nybble_memory_bytes{pool="weights"}', 600),
         ("nybble_memory_budget_bytes", 1000),
         ("nybble_dense_cache_budget_bytes", 200),
@@ -101,8 +105,6 @@ def scrape(metrics: Metrics) -> dict[str, float]:
         ("nybble_spec_draft_tokens_total", 8),
         ("nybble_spec_accepted_tokens_total", 5),
         ('nybble_graph_fallbacks_total{reason="batch"}', 3),
-        ('nybble_jit_compiles_total{kernel="skinny"}', 2),
-        ("nybble_jit_compile_seconds_total", 1.5),
         ('vllm:num_requests_running{model_name="demo"}', 2),
         ('vllm:num_requests_waiting{model_name="demo"}', 4),
         ('vllm:kv_cache_usage_perc{model_name="demo"}', 0.25),

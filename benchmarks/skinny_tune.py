@@ -42,6 +42,13 @@ def main() -> None:
     parser.add_argument("--type", default="bf16")
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
+    for name, values in (
+        ("rows", [16, 32, 48, 64, 96]),
+        ("waves", [2, 4, 8, 16]),
+        ("step", [4, 8]),
+        ("stages", [2, 3, 4]),
+    ):
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=values)
     parser.add_argument(
         "--dependent", action="store_true", help="dependent launches alone, as layers make them"
     )

@@ -13,13 +13,13 @@
 #if NYBBLE_AMD
 #define NYBBLE_DEV static inline __attribute__((device)) __attribute__((always_inline))
 #define NYBBLE_METHOD inline __attribute__((device)) __attribute__((always_inline))
-#define NYBBLE_KERNEL(threads, blocks) \
+#define NYBBLE_KERNEL(threads) \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
 #define NYBBLE_SHARED(name) extern __attribute__((shared)) u8 name[] __attribute__((aligned(16)))
 #else
 #define NYBBLE_DEV static __device__ __forceinline__
 #define NYBBLE_METHOD __device__ __forceinline__
-#define NYBBLE_KERNEL(threads, blocks) extern "C" __global__ __launch_bounds__(threads, blocks)
+#define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads)
 #define NYBBLE_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif
 #define NYBBLE_UNROLL _Pragma("unroll")
@@ -47,6 +47,15 @@ NYBBLE_DEV int thread_index() { return threadIdx.x; }
 NYBBLE_DEV int block_x() { return blockIdx.x; }
 NYBBLE_DEV int block_y() { return blockIdx.y; }
 NYBBLE_DEV int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+#endif
+#if NYBBLE_AMD
+NYBBLE_DEV float power_of_2(float x) { return __builtin_amdgcn_exp2f(x); }
+#else
+NYBBLE_DEV float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 #endif
 NYBBLE_DEV int lane_index() { return thread_index() % WAVE; }
 NYBBLE_DEV int wave_index() { return uniform(thread_index() / WAVE); }

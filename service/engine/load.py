@@ -16,7 +16,15 @@ from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.attention.selfcheck import paged_problem
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
-from nybble.kernels.target import Target, default_device, detect, shares_host_memory, usable_cores
+from nybble.kernels.target import (
+    Target,
+    default_device,
+    detect,
+    measured_copy_rate,
+    pci_address,
+    shares_host_memory,
+    usable_cores,
+)
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
 from nybble.service.engine.graphs import Capture, DeviceCapture
@@ -52,6 +60,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
     _set_up_compilation(config, device)
+    copy_bytes_per_s = measured_copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
     shared = device.type != "cpu" and shares_host_memory(device)
@@ -110,6 +119,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         ),
         kernels=_reports(model),
         selfcheck=selfcheck.passed | attention_passed,
+        copy_bytes_per_s=copy_bytes_per_s,
+        pci_address=pci_address(device),
     )
     return Engine(runner, info, config)
 

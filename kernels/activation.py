@@ -34,3 +34,6 @@ def gelu_tanh_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return 0.5 * gate * (1 + torch.tanh(inner)) * up
+
+
+REFERENCES = {"silu": silu_mul_reference, "gelu_tanh": gelu_tanh_mul_reference}

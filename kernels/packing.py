@@ -133,3 +133,8 @@ def take_rows(weight: W4A16Weight, rows: torch.Tensor) -> W4A16Weight:
         zeros=None if weight.zeros is None else weight.zeros[rows],
         n=len(rows),
     )
+
+
+def interleave_halves(n: int) -> torch.Tensor:
+    """int64 [N]: rows 0, N/2, 1, N/2 + 1, ... of a fused gate_up, so that every gate stands beside its up. N even."""
+    return torch.arange(n).view(2, -1).t().flatten()

@@ -114,6 +114,29 @@ def head_order(c: RopeConfig) -> torch.Tensor | None:
     return torch.cat((first, still[:half], second, still[half:]))
 
 
+def cos_sin(config: RopeConfig, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of a head's pairs for positions 0..max_positions-1, float32 [P, D/2] each."""
+    config = for_context(config, max_positions)
+    # A dimension that stays has frequency 0.
+    still = torch.zeros((config.head_dim - config.dims) // 2)
+    inv_freq = torch.cat((INV_FREQ[config.kind](config), still))
+    angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
+    scale = torch.full_like(inv_freq, config.attention_factor)
+    scale[config.dims // 2 :] = 1.0
+    return angles.cos() * scale, angles.sin() * scale
+
+
+class RopeAngles:
+    """packed: float32 [P, D], a position's cosines, then its sines; read by kernels/fused/kv_write.py."""
+
+    def __init__(self, config: RopeConfig, max_positions: int, device: torch.device) -> None:
+        self.packed = torch.cat(cos_sin(config, max_positions), dim=-1).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+
 class RopeTable:
     """cos and signed sin for positions 0..max_positions-1, [P, 1, D] in the activation type.
 
@@ -123,14 +146,7 @@ class RopeTable:
     def __init__(
         self, config: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        config = for_context(config, max_positions)
-        # A dimension that stays has frequency 0.
-        still = torch.zeros((config.head_dim - config.dims) // 2)
-        inv_freq = torch.cat((INV_FREQ[config.kind](config), still))
-        angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
-        scale = torch.full_like(inv_freq, config.attention_factor)
-        scale[config.dims // 2 :] = 1.0
-        cos, sin = angles.cos() * scale, angles.sin() * scale
+        cos, sin = cos_sin(config, max_positions)
         self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device, dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device, dtype)
 

@@ -6,6 +6,7 @@ Modules are imported by the command that needs them: the engine process imports 
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nybble.service.errors import ConfigError, NybbleError
-from nybble.service.settings import Settings, flag_name, load_settings
+from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name, load_settings
 
 EXIT_RUNTIME, EXIT_USAGE = 1, 2
 
@@ -27,6 +28,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -74,7 +79,8 @@ def _options_of_settings(command: Callable[[dict[str, Any]], None]) -> Callable[
     def call(**flags: Any) -> None:
         command(flags)
 
-    parameters = [_parameter(name, field) for name, field in Settings.model_fields.items()]
+    fields = Settings.model_fields.items()
+    parameters = [_parameter(name, field) for name, field in fields if name not in ENVIRONMENT_ONLY]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -98,12 +104,17 @@ def serve(flags: dict[str, Any]) -> None:
     """Serve MODEL over HTTP. Every option is also an environment variable: --port is NYBBLE_PORT."""
     try:
         settings = load_settings(flags)
+        settings.key_digests()
     except ConfigError as error:
         raise UsageError(error.message) from None
     from nybble.service import logs, server
 
-    logs.configure_logging(settings.log_level.upper())
-    server.run(settings, find_model(settings.model))
+    logs.configure_logging(settings.log_config())
+    # The processes that this one starts have no use for them.
+    os.environ.pop("NYBBLE_API_KEYS", None)
+    # A port that is taken is reported at once, not after the model has been found and loaded.
+    with server.listen(settings) as sockets:
+        server.run(settings, find_model(settings.model), sockets)
 
 
 def find_model(model: str) -> str:
@@ -192,3 +203,44 @@ def warm(
             warm_chip(chip, wanted, output or kernel_cache_folder())
     except ConfigError as error:
         raise UsageError(error.message) from None
+
+
+@bench.command()
+def gemm(
+    layers: Annotated[
+        str, typer.Option(help="Layers of an 8B model, comma-separated: gate_up, down, qkv, o.")
+    ] = "o",
+    rows: Annotated[str, typer.Option(help="Numbers of rows M, comma-separated.")] = "1,2,4,8,16,64",
+    dtype: Annotated[Literal["bfloat16", "float16"], typer.Option(help="Type of activations.")] = "bfloat16",
+    group_size: Annotated[
+        Literal["32", "64", "128"], typer.Option(help="Input channels that share one scale.")
+    ] = "128",
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
+    ] = True,
+    paths: Annotated[
+        str, typer.Option(help="Only paths whose names contain one of these, comma-separated.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
+) -> None:
+    """Time every path of the int4 linear layer, and others' kernels that are installed, on the GPU or else the CPU.
+
+    Exit code 1 when one fails or computes wrong numbers.
+    """
+    import torch
+
+    from nybble.service.bench import GemmBench, bench_gemm, layers_of, rows_of
+
+    try:
+        wanted = GemmBench(
+            layers=layers_of(layers),
+            ms=rows_of(rows),
+            dtype=getattr(torch, dtype),
+            group_size=int(group_size),
+            symmetric=symmetric,
+            paths=tuple(filter(None, paths.split(","))),
+        )
+    except ConfigError as error:
+        raise UsageError(error.message) from None
+    if not bench_gemm(wanted, output):
+        raise typer.Exit(EXIT_RUNTIME)

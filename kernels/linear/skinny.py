@@ -8,9 +8,10 @@ same weights finds its launch ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -26,7 +27,9 @@ SOURCE, ENTRY = "skinny_w4a16.cpp", "nybble_skinny_w4a16"
 LAYOUT = "PPPPPPPPiiiiiiii"
 _GRANULE = 32  # k; see csrc/skinny_w4a16.h
 _TYPE = {torch.float16: "Half", torch.bfloat16: "BFloat", torch.float32: "Float"}
+_GATE = {"silu": "SILU", "gelu_tanh": "GELU_TANH"}
 _ALIGNMENT_BYTES = 16
+_ROW_BYTES = 1 << 25  # most between two rows: offsets inside a block are 32 bits wide
 _READY_AT_MOST = 1 << 16  # launches kept ready
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -62,7 +65,14 @@ class Plan:
     def blocks(self, n: int) -> int:
         return -(-n // self.rows)
 
-    def program(self, dtype: torch.dtype, scale_dtype: torch.dtype, group_size: int, zeros: bool) -> Program:
+    def program(
+        self,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        group_size: int,
+        zeros: bool,
+        gate: str | None = None,
+    ) -> Program:
         """The code for this plan; splits and shape are its arguments."""
         return Program(
             SOURCE,
@@ -78,20 +88,22 @@ class Plan:
                 f"NYBBLE_WAVES={self.waves}",
                 f"NYBBLE_STEP={self.step}",
                 f"NYBBLE_STAGES={self.stages}",
+                *([] if gate is None else [f"NYBBLE_GATE={_GATE[gate]}"]),
             ),
         )
 
     def shared_bytes(self, k: int, group_size: int, scale_bytes: int, zeros: bool) -> int:
-        """Dynamic shared memory of a block. As in csrc: the engine's own, or the sums of its waves in the same place."""
+        """Dynamic shared memory of a block, as csrc lays it out: the sums of its waves, in the place of the engine's own."""
+        sums = self.waves * self.m * self.rows * 4
         if self.engine != "MmaTile":
-            return 0  # static there
+            return sums
         ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
         steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
         groups = steps * (self.step * _GRANULE // group_size)
         scale_row = ((groups * scale_bytes + 4) // 4 | 1) * 4
-        zero_row = (groups | 1) * 4 if zeros else 0
+        zero_row = (groups * 4 + 7) // 8 * 8 if zeros else 0
         side = (self.rows * scale_row + self.rows // 8 * zero_row + 15) // 16 * 16
-        return max(self.waves * (ring + side), self.waves * self.m * self.rows * 4 + 16)
+        return max(self.waves * (ring + side), sums)
 
 
 def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
@@ -124,8 +136,14 @@ def _cuda_plan(
     if n >= 64 * units:
         # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
         # about as much as five rows.
-        rows = min((48, 64, 96), key=lambda r: -(-n // (r * units)) * (r + 5)) if few else 48
         waves = 4 if few else 2
+
+        def fits_twice(r: int) -> bool:
+            plan = Plan("MmaTile", bucket, r, waves, step=4, stages=3)
+            return 2 * plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
+
+        choice = [r for r in ((48, 64, 96) if few else (48,)) if fits_twice(r)] or [32]
+        rows = min(choice, key=lambda r: -(-n // (r * units)) * (r + 5))
     else:
         # About one block each: enough waves to keep the memory busy. x is read again for every block.
         fitting = (r for r in ((16, 32) if few else (16, 32, 48)) if n <= r * units)
@@ -154,28 +172,34 @@ def programs_for(
     dtype: torch.dtype,
     group_size: int,
     symmetric: bool,
-    scale_dtype: torch.dtype | None = None,
+    scale_dtypes: Sequence[torch.dtype] = (),
     shapes: Iterable[tuple[int, int]] = ((1 << 20, 4096), (1024, 4096)),
+    gates: Iterable[str | None] = (None,),
 ) -> tuple[Program, ...]:
-    """Every program that layers of these (N, K) need for M up to 16, each once. scale_dtype: the activations' by default.
+    """Every program that layers of these (N, K) need for M up to 16, each once.
 
-    The default shapes stand for a large and a small layer.
+    scale_dtypes: by default the activations' type and float16, which GPTQ and AWQ files keep whatever the model's type is.
+    The default shapes stand for a large and a small layer. A target whose number of compute units is not known (0) counts
+    as a small and as a large chip. gates: activations applied in the same launch, None for none.
     """
-    scale_dtype = dtype if scale_dtype is None else scale_dtype
-    plans = (
-        plan_for(target, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
-        for n, k in shapes
-        for m in range(1, MAX_M + 1)
-    )
-    return tuple(dict.fromkeys(p.program(dtype, scale_dtype, group_size, not symmetric) for p in plans))
+    gates = tuple(gates)
+    known = target.compute_units > 0
+    chips = [target] if known else [replace(target, compute_units=units) for units in (1, 1 << 20)]
+    found: dict[Program, None] = {}
+    for chip, (n, k), scale_dtype in product(chips, shapes, scale_dtypes or {dtype, torch.float16}):
+        for m in range(1, MAX_M + 1):
+            plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
+            for gate in gates:
+                found[plan.program(dtype, scale_dtype, group_size, not symmetric, gate)] = None
+    return tuple(sorted(found, key=lambda program: program.defines))
 
 
 # ----------------------------------------------------------------------------------------------------------- launcher
 
 _LIBRARY = torch.library.Library("nybble", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "skinny_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, bool dependent=False)"
-    " -> Tensor"
+    "skinny_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, bool dependent=False, "
+    "str? gate=None) -> Tensor"
 )
 
 
@@ -187,6 +211,7 @@ def skinny_gemm(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
     """y [M, N] of x's type = x @ ((q - z) * s)^T + bias, products summed in fp32. The same call gives the same bits.
 
@@ -194,15 +219,36 @@ def skinny_gemm(
                                                 apart, of scales a multiple of their own size
     dependent   where the chip can (sm_90 and newer), start before the launch ahead in the stream has ended, which must not
                 be the one that writes the weights
+    gate        "silu" or "gelu_tanh": rows 2i of the weight are gates, rows 2i + 1 ups, and y [M, N/2] is
+                gate(y[:, 0::2]) * y[:, 1::2]
 
     Raises ValueError for anything else, before anything is launched; DriverError when the chip refuses the launch.
     Where K is split, partial sums share one workspace per stream (one for all captured graphs of a device: they may not
     run at the same time).
     """
     y: torch.Tensor = torch.ops.nybble.skinny_gemm.default(
-        x, words, scales, zeros, bias, group_size, dependent
+        x, words, scales, zeros, bias, group_size, dependent, gate
     )
     return y
+
+
+def apply(
+    weight: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, gate: str | None = None
+) -> torch.Tensor:
+    """`skinny_gemm` as a layer calls it, dependent; outside of tracing without the detour through torch's dispatcher.
+
+    The weight's tensors stay where they are, so that a call is known by x's form, the bias and the gate alone.
+    """
+    w = weight
+    if type(x) is not torch.Tensor or not x.is_cuda or torch.compiler.is_compiling():
+        return skinny_gemm(x, w.words, w.scales, w.zeros, bias, w.group_size, True, gate)
+    aligned = x.data_ptr() % _ALIGNMENT_BYTES == 0
+    key = (x.shape, x.stride(0), x.dtype, aligned, gate, None if bias is None else bias.data_ptr())
+    ready = w.calls.get(key)
+    if ready is None:
+        ready = _prepare(x, w.words, w.scales, w.zeros, bias, w.group_size, True, gate)
+        w.calls[key] = ready
+    return ready(x)
 
 
 def _run(
@@ -213,6 +259,7 @@ def _run(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
     # Everything that the checks, the plan and the launch depend on, and the addresses: what is found here was checked.
     key = (
@@ -227,10 +274,11 @@ def _run(
         None if bias is None else _identity(bias),
         group_size,
         dependent,
+        gate,
     )
     ready = _READY.get(key)
     if ready is None:
-        ready = _prepare(x, words, scales, zeros, bias, group_size, dependent)
+        ready = _prepare(x, words, scales, zeros, bias, group_size, dependent, gate)
         if len(_READY) >= _READY_AT_MOST:
             _READY.clear()
         _READY[key] = ready
@@ -252,22 +300,31 @@ def _prepare(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool,
+    gate: str | None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Check the arguments, plan, compile or find the code: x -> y for calls like this one."""
-    check(x, words, scales, zeros, bias, group_size)
+    check(x, words, scales, zeros, bias, group_size, gate)
     m, k = x.shape
     n = words.shape[0]
     if m == 0 or n == 0:
-        return lambda x: x.new_empty(m, n)
-    if x.stride(0) * x.element_size() % _ALIGNMENT_BYTES and m > 1 or x.data_ptr() % _ALIGNMENT_BYTES:
-        # Rows that 16-byte loads cannot start at: rare, and a copy of a few rows is cheap.
+        return lambda x: x.new_empty(m, _columns(n, gate))
+    row_bytes = x.stride(0) * x.element_size()
+    if m > 1 and (row_bytes % _ALIGNMENT_BYTES or row_bytes > _ROW_BYTES) or x.data_ptr() % _ALIGNMENT_BYTES:
+        # Rows that 16-byte loads cannot start at, or far apart: rare, and a copy of a few rows is cheap.
         inner = _prepare(
-            x.clone(memory_format=torch.contiguous_format), words, scales, zeros, bias, group_size, dependent
+            x.clone(memory_format=torch.contiguous_format),
+            words,
+            scales,
+            zeros,
+            bias,
+            group_size,
+            dependent,
+            gate,
         )
         return lambda x: inner(x.clone(memory_format=torch.contiguous_format))
     target = _target(x.device)
     plan = plan_for(target, m, n, k, group_size, scales.element_size(), zeros is not None)
-    return bind(plan, x, words, scales, zeros, bias, group_size, dependent)
+    return bind(plan, x, words, scales, zeros, bias, group_size, dependent, gate)
 
 
 def bind(
@@ -279,12 +336,13 @@ def bind(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """x -> y with a plan of the caller's choice, for arguments already checked and any x shaped like this one."""
     m, k = x.shape
     n = words.shape[0]
     device = x.device
-    kernel = native.load(plan.program(x.dtype, scales.dtype, group_size, zeros is not None), device)
+    kernel = native.load(plan.program(x.dtype, scales.dtype, group_size, zeros is not None, gate), device)
     dependent = dependent and _can_depend(kernel.target)
     launch = _launch(
         kernel,
@@ -305,10 +363,11 @@ def bind(
         0 if zeros is None else zeros.stride(0) * zeros.element_size(),
         plan.splits,
     )
+    columns = _columns(n, gate)
     stream_of, index, split = _current_stream, device.index, plan.splits > 1
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty((m, n))
+        y = x.new_empty((m, columns))
         stream = stream_of(index)
         partial, counters = _workspace(device, stream, plan, m, n) if split else (0, 0)
         launch(stream, x.data_ptr(), w, s, z, b, y.data_ptr(), partial, counters, *numbers)
@@ -324,9 +383,14 @@ def check(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     group_size: int,
+    gate: str | None = None,
 ) -> None:
     """Raise ValueError unless the arguments are what `skinny_gemm` documents."""
     operands.check(x, words, scales, zeros, bias, group_size)
+    if gate is not None and (gate not in _GATE or words.shape[0] % 2):
+        raise ValueError(
+            f"gate: given {gate!r} for N={words.shape[0]}, accepted {', '.join(_GATE)} and an even N"
+        )
     if x.shape[0] > MAX_M:
         raise ValueError(f"x: given {operands.given(x)}, accepted at most {MAX_M} rows")
     stride = words.stride(0) * words.element_size()
@@ -335,29 +399,39 @@ def check(
             f"words: given rows {stride} bytes apart from address {words.data_ptr():#x}, accepted multiples of "
             f"{_ALIGNMENT_BYTES} bytes"
         )
-    # The kernel's own numbers are 32 bits wide.
-    for name, t in {"x": x, "words": words, "scales": scales, "zeros": zeros}.items():
-        if t is not None and max(abs(t.stride(0)) * t.element_size(), *t.shape) >= 2**31:
+    for name, t in {"words": words, "scales": scales, "zeros": zeros}.items():
+        if t is not None and (t.stride(0) * t.element_size() > _ROW_BYTES or max(t.shape) >= 2**31):
             raise ValueError(
-                f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted below 2^31 bytes a row"
+                f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted rows at most {_ROW_BYTES} bytes "
+                "apart"
             )
+
+
+def _columns(n: int, gate: str | None) -> int:
+    return n if gate is None else n // 2
 
 
 def _can_depend(target: Target) -> bool:
     return target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
 
 
-_COMPILING: dict[tuple[str, torch.dtype, torch.dtype, int, bool, int, int], native.Compilation] = {}
+_COMPILING: dict[tuple[object, ...], native.Compilation] = {}
 
 
-def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype) -> None:
+def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate: str | None = None) -> None:
     """Begin, in the background, to compile what calls with this weight need. Errors wait for the call that needs it."""
     zeros = weight.zeros is not None
-    key = (target.arch, dtype, weight.scales.dtype, weight.group_size, zeros, weight.n, weight.k)
+    key = (target.arch, dtype, weight.scales.dtype, weight.group_size, zeros, weight.n, weight.k, gate)
     if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):
         return
     programs = programs_for(
-        target, dtype, weight.group_size, not zeros, weight.scales.dtype, [(weight.n, weight.k)]
+        target,
+        dtype,
+        weight.group_size,
+        not zeros,
+        [weight.scales.dtype],
+        [(weight.n, weight.k)],
+        [gate],
     )
     _COMPILING[key] = native.compile_all(programs, target)
 
@@ -408,8 +482,9 @@ def _fake(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], words.shape[0])
+    return x.new_empty(x.shape[0], _columns(words.shape[0], gate))
 
 
 def _refuse(
@@ -420,8 +495,9 @@ def _refuse(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
-    check(x, words, scales, zeros, bias, group_size)
+    check(x, words, scales, zeros, bias, group_size, gate)
     raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx12* or CUDA)")
 
 

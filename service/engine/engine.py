@@ -122,6 +122,7 @@ class Engine:
             gemm_calls=dict(RECORDER.calls),
             gemm_samples=RECORDER.take_samples(),
             gemm_latest=RECORDER.take_latest(),
+            graph_fallbacks=dict(self._runner.fallbacks),
         )
 
     def _problem(self, request: Request) -> str | None:
@@ -138,8 +139,9 @@ class Engine:
         ids = (*request.prompt, *(i for i, _ in request.sampling.logit_bias))
         if min(ids) < 0 or max(ids) >= self.info.vocab_size:
             return f"token ids {min(ids)}..{max(ids)}: accepted 0..{self.info.vocab_size - 1}"
-        if request.sampling.max_tokens < 1:
-            return f"max_tokens is {request.sampling.max_tokens}: accepted at least 1"
+        least = 1 if request.sampling.prompt_logprobs is None else 0
+        if request.sampling.max_tokens < least:
+            return f"max_tokens is {request.sampling.max_tokens}: accepted at least {least}"
         return None
 
     def _advance(self, sequence: Sequence, token: Token | None) -> StepOutput:
@@ -149,12 +151,16 @@ class Engine:
             self._finish(sequence, "error")
             message = "the model's logits are not finite numbers for this prompt: the answer was stopped"
             return StepOutput(sequence.id, finish_reason="error", error=message, scheduled_s=first)
+        scored = tuple(sequence.scored or ()) if sequence.output_len == 0 else ()
+        if sequence.request.sampling.max_tokens == 0:
+            self._finish(sequence, "length")
+            return StepOutput(sequence.id, finish_reason="length", scheduled_s=first, prompt_logprobs=scored)
         sequence.append(token.token_id)
         self._generation_tokens += 1
         reason = sequence.finish_reason(self.info.max_model_len)
         if reason is not None:
             self._finish(sequence, reason)
-        return StepOutput(sequence.id, (token,), reason, scheduled_s=first)
+        return StepOutput(sequence.id, (token,), reason, scheduled_s=first, prompt_logprobs=scored)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         del self._sequences[sequence.id]

@@ -12,12 +12,22 @@ from time import perf_counter
 import torch
 
 from nybble.kernels import native
-from nybble.kernels.attention import CacheShape, backend_for
+from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
-from nybble.kernels.target import Target, default_device, detect, shares_host_memory, usable_cores
+from nybble.kernels.target import (
+    Target,
+    default_device,
+    detect,
+    measured_copy_rate,
+    pci_address,
+    shares_host_memory,
+    usable_cores,
+)
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
+from nybble.service.engine.graphs import Capture, DeviceCapture
+from nybble.service.engine.inputs import Limits
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
@@ -50,6 +60,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
     _set_up_compilation(config, device)
+    copy_bytes_per_s = measured_copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
     shared = device.type != "cpu" and shares_host_memory(device)
@@ -57,7 +68,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     with large_blocks_go_back(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
-        attention = backend_for(target)
+        attention = _attention(target, dtype, model_config.head_dim, config.block_size)
         head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
@@ -78,7 +89,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     mode = "enabled" if dense else "disabled"
     plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
     attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
-    runner = Runner(model, device)
+    limits = Limits(config.max_running, config.prefill_tokens, plan.max_model_len, plan.kv_blocks)
+    runner = Runner(model, device, limits, _capture(device, attention))
     runner.warm_up()
     if device.type == "cpu" and not config.threads:
         log.info("%d CPU threads: the fastest for one decode row here", runner.choose_threads(usable_cores()))
@@ -106,6 +118,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         ),
         kernels=_reports(model),
         selfcheck=selfcheck.passed,
+        copy_bytes_per_s=copy_bytes_per_s,
+        pci_address=pci_address(device),
     )
     return Engine(runner, info, config)
 
@@ -116,6 +130,18 @@ def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
     native.set_cache_folders(Path(config.kernel_cache or kernel_cache_folder()), shared)
     if device.type != "cpu":
         native.count_triton()
+
+
+def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+    choice = choose(target, dtype, head_dim, block_size)
+    for name, reason in choice.declined.items():
+        log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
+    return choice.backend
+
+
+def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
+    """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
+    return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
 
 
 def _device(name: str) -> torch.device:

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 # "abort": the client went away. "error": see StepOutput.error.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
+# Why a decode batch size runs without a captured graph (service/engine/graphs.py).
+GRAPH_FALLBACKS = ("capture_failed", "mismatch", "out_of_memory")
+
 # Log-probabilities go no lower: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
 
@@ -41,6 +44,8 @@ class SamplingParams:
     definitions: presence and frequency count generated tokens, repetition counts prompt and generated ones.
     stop_token_ids end the request in addition to the model's own end-of-sequence set (which ignore_eos disables).
     logprobs: None, or how many alternatives to report beside the sampled token (0..20).
+    prompt_logprobs: the same for every prompt token after the first; every row of such a prompt has to be computed, so
+    it takes nothing from a prefix cache. With it max_tokens may be 0: the prompt is scored and nothing is generated.
     """
 
     max_tokens: int
@@ -56,16 +61,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue once; n = 2 is two Requests."""
+    """One prompt to continue once; n = 2 is two Requests. Of those that wait, the least priority goes first."""
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float
+    priority: int = 0
 
 
 @_pickled_by_position
@@ -84,8 +91,9 @@ class StepOutput:
     """What one step did for one request.
 
     With finish_reason "stop" the last token of `tokens` is the stop token itself, whose text is not part of the
-    answer. Set on a request's first output only: scheduled_s, when it left the queue, and cached_tokens, how many
-    prompt tokens needed no computing (prefix cache).
+    answer. Set on a request's first output only: scheduled_s, when it left the queue, cached_tokens, how many
+    prompt tokens needed no computing (prefix cache), and prompt_logprobs, where asked for: the prompt's tokens from the
+    second on.
     """
 
     request_id: str
@@ -94,6 +102,7 @@ class StepOutput:
     error: str | None = None
     scheduled_s: float | None = None
     cached_tokens: int = 0
+    prompt_logprobs: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,10 @@ class EngineInfo:
     memory: MemoryReport
     kernels: tuple[KernelReport, ...]
     selfcheck: dict[str, bool] = field(default_factory=dict)
+    # Bytes read and written per second by a large copy, measured at start; 0: not measured.
+    copy_bytes_per_s: float = 0.0
+    # Of the device, such as "0000:c5:00.0"; empty for a CPU or where torch does not say.
+    pci_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +207,11 @@ class RouteReport:
 class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
 
+    prefix_queries_tokens are the prompt tokens looked up in the prefix cache, cached_prompt_tokens those found there.
     jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
-    the seconds and M of the latest of them per (layer, path).
+    the seconds and M of the latest of them per (layer, path). graph_fallbacks: decode batch sizes that run without a
+    captured graph, by reason.
     """
 
     started: int = 0
@@ -206,6 +221,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cached_prompt_tokens: int = 0
+    prefix_queries_tokens: int = 0
     preemptions: int = 0
     nonfinite: int = 0
     kv_usage_ratio: float = 0.0
@@ -214,9 +230,12 @@ class EngineStats:
     jit_compiles: dict[str, int] = field(default_factory=dict)
     jit_cache_hits: dict[str, int] = field(default_factory=dict)
     jit_compile_seconds: float = 0.0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
+    graph_fallbacks: dict[str, int] = field(default_factory=dict)
 
 
 @_pickled_by_position

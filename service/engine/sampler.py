@@ -41,6 +41,11 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None
     ]
 
 
+def score(logits: torch.Tensor, token_ids: list[int], alternatives: int) -> list[Token]:
+    """logits [R, V] -> token_ids[r] with its log-probability in row r and the `alternatives` best of that row."""
+    return _with_logprobs(logits.to(torch.float32), token_ids, [alternatives] * len(token_ids))
+
+
 def _needs_work(p: SamplingParams) -> bool:
     return bool(
         p.temperature > 0
@@ -148,14 +153,19 @@ def _describe(
     scores: torch.Tensor, wanted: list[int], chosen: list[int], params: list[SamplingParams]
 ) -> dict[int, Token]:
     """Tokens with log-probabilities for the rows that asked."""
-    logprobs = scores[wanted].log_softmax(dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_min_(LOGPROB_FLOOR)
-    most = max(params[r].logprobs or 0 for r in wanted)
-    values, ids = logprobs.topk(min(max(most, 1), logprobs.shape[1]), dim=-1)
-    own = logprobs.gather(1, torch.tensor([[chosen[r]] for r in wanted], device=logprobs.device))
-    described = {}
-    for r, own_row, value_row, id_row in zip(
-        wanted, own.tolist(), values.tolist(), ids.tolist(), strict=True
-    ):
-        top = tuple(zip(id_row, value_row, strict=True))[: params[r].logprobs or 0]
-        described[r] = Token(chosen[r], own_row[0], top)
-    return described
+    tokens = _with_logprobs(
+        scores[wanted], [chosen[r] for r in wanted], [params[r].logprobs or 0 for r in wanted]
+    )
+    return dict(zip(wanted, tokens, strict=True))
+
+
+def _with_logprobs(scores: torch.Tensor, token_ids: list[int], alternatives: list[int]) -> list[Token]:
+    """scores [R, V] float32, one token and one count of alternatives a row."""
+    logprobs = scores.log_softmax(dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_min_(LOGPROB_FLOOR)
+    values, ids = logprobs.topk(min(max([1, *alternatives]), logprobs.shape[1]), dim=-1)
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device).unsqueeze(1)).squeeze(1)
+    rows = zip(token_ids, own.tolist(), values.tolist(), ids.tolist(), alternatives, strict=True)
+    return [
+        Token(token_id, logprob, tuple(zip(best_ids, best, strict=True))[:count])
+        for token_id, logprob, best, best_ids, count in rows
+    ]

@@ -61,7 +61,15 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queue a sequence behind those of its priority; preempted ones keep their place in front."""
+        place = len(self.waiting)
+        while place and self._yields(self.waiting[place - 1], sequence):
+            place -= 1
+        self.waiting.insert(place, sequence)
+
+    @staticmethod
+    def _yields(waiting: Sequence, newcomer: Sequence) -> bool:
+        return waiting.scheduled_s is None and waiting.request.priority > newcomer.request.priority
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and free its blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from nybble.service.engine.protocol import Request
+from nybble.service.engine.protocol import Request, Token
 
 
 class Sequence:
@@ -16,6 +16,7 @@ class Sequence:
     blocks       KV block numbers, in order; enough for `computed` tokens and those of the current step
     reserved     a block range the pool keeps free for this sequence's growth as long as it can (start, stop)
     generated    how often each id was generated, kept only when a penalty needs it
+    scored       prompt tokens from the second on with their log-probabilities, None unless asked for
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class Sequence:
         "request",
         "reserved",
         "scheduled_s",
+        "scored",
         "stop_ids",
         "tokens",
     )
@@ -46,6 +48,7 @@ class Sequence:
         self.random = random.Random(sampling.seed)
         counts = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         self.generated: Counter[int] | None = Counter() if counts else None
+        self.scored: list[Token] | None = None if sampling.prompt_logprobs is None else []
 
     @property
     def id(self) -> str:
@@ -59,6 +62,13 @@ class Sequence:
     def pending(self) -> int:
         """Tokens not yet computed; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    def unscored(self, stop: int) -> range:
+        """Positions in computed..stop whose logits tell the probability of a prompt token that has no score yet. After
+        a preemption the prompt is computed again, but what was scored stays."""
+        if self.scored is None:
+            return range(0)
+        return range(max(self.computed, len(self.scored)), min(stop, self.prompt_len - 1))
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

@@ -14,103 +14,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from nybble.kernels.activation import GATED
 from nybble.kernels.attention import AttentionBackend, Span
 from nybble.kernels.linear import W4A16Linear
 from nybble.kernels.norm import RmsNorm
-from nybble.kernels.rope import RopeTable, rotate
+from nybble.kernels.rope import RopeAngles, RopeTable
 from nybble.service.models.config import DecoderConfig
+from nybble.service.models.layers import DenseLinear, Head, Linear, RescoredHead, SideBySide
+from nybble.service.models.ops import HeadNorm, Ops
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward pass. token_ids, positions: int64 [T]; spans: one per sequence, their q_len sum to T;
-    logit_rows: the rows whose logits are wanted, None for all."""
+    """One forward pass. token_ids, positions: int [T]; spans: one per sequence, their q_len sum to T; logit_rows: the
+    rows whose logits are wanted, None for all. plan: what attention.plan makes of the spans, where the caller has it."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     spans: Sequence[Span]
     logit_rows: torch.Tensor | None = None
-
-
-class DenseLinear:
-    """A 16-bit linear layer: modules a checkpoint left unquantised."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.weight = weight.to(device, dtype)
-        self.bias = None if bias is None else bias.to(device, dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.bias)
-
-
-class SideBySide:
-    """Parts of a fused layer whose formats differ, run one by one: y = cat(part(x))."""
-
-    def __init__(self, parts: Sequence[W4A16Linear | DenseLinear]) -> None:
-        self.parts = tuple(parts)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.parts)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
-
-
-class RescoredHead:
-    """An output head read in int4, with the best candidates' logits from its 16-bit rows.
-
-    The int4 product over the whole vocabulary, a quarter of the bytes, finds the RESCORED best tokens; their rows are
-    then multiplied exactly. What is sampled comes almost always from those; the others' int4 logits only share in the
-    sum. weight [V, C] is the tied embedding, resident anyway, or the untied head itself.
-    """
-
-    # On the demo: perplexity +0.1 % over the 16-bit head with 32, +3.1 % with the int4 logits alone.
-    RESCORED = 32
-
-    def __init__(self, screen: W4A16Linear, weight: torch.Tensor) -> None:
-        self.screen = screen
-        self.weight = weight
-        self.count = min(self.RESCORED, weight.shape[0])
-
-    @property
-    def nbytes(self) -> int:
-        return self.screen.nbytes + self.weight.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.screen(x)
-        best = logits.topk(self.count, dim=-1, sorted=False).indices
-        exact = torch.bmm(self.weight[best], x.unsqueeze(-1)).squeeze(-1)
-        return logits.scatter_(1, best, exact)
-
-
-Linear = W4A16Linear | DenseLinear | SideBySide
-Head = W4A16Linear | DenseLinear | RescoredHead
+    plan: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """post_norm stands before the MLP. o_norm and down_norm: of what each half adds, where the model has them.
-    rope: index into Decoder.ropes."""
+    rope: index into Decoder.ropes. interleaved: rows of gate_up alternate gate and up."""
 
     input_norm: RmsNorm
     qkv: Linear
-    qk_norm: tuple[torch.Tensor, float] | None  # weight [1, H + Hkv, D], eps
+    qk_norm: HeadNorm | None
     o: Linear
     post_norm: RmsNorm
     gate_up: Linear
     down: Linear
     window: int | None
+    interleaved: bool = False
     rope: int = 0
     o_norm: RmsNorm | None = None
     down_norm: RmsNorm | None = None
@@ -126,8 +68,9 @@ class Decoder:
         blocks: Sequence[Block],
         norm: RmsNorm,
         head: Head,
-        ropes: Sequence[RopeTable],
+        ropes: Sequence[RopeTable | RopeAngles],
         attention: AttentionBackend,
+        ops: Ops,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -136,8 +79,11 @@ class Decoder:
         self.head = head
         self.ropes = tuple(ropes)
         self.attention = attention
+        self.ops = ops
         self.windows = tuple(dict.fromkeys(config.windows))
-        self._gated = GATED[config.activation]
+        following = [*(b.input_norm for b in self.blocks[1:]), norm]
+        # Each block with the norm that comes after it.
+        self._followed = tuple(zip(self.blocks, following, strict=True))
 
     @property
     def linears(self) -> dict[str, list[Linear]]:
@@ -186,40 +132,33 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] in the activation type."""
-        c, attention = self.config, self.attention
-        rows = batch.token_ids.shape[0]
-        rotary, total = c.heads + c.kv_heads, c.heads + 2 * c.kv_heads
-        plan = attention.plan(batch.spans, self.windows)
-        turns = [rope.at(batch.positions, rotary, c.kv_heads) for rope in self.ropes]
-        x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
-        if c.embedding_scale != 1.0:
-            x = x * c.embedding_scale
-        for index, block in enumerate(self.blocks):
-            qkv = block.qkv(block.input_norm(x)).view(rows, total, c.head_dim)
-            if block.qk_norm is not None:
-                weight, eps = block.qk_norm
-                qk = torch.nn.functional.rms_norm(qkv.narrow(1, 0, rotary), (c.head_dim,), None, eps) * weight
-                qkv = torch.cat((qk, qkv.narrow(1, rotary, c.kv_heads)), dim=1)
-            qkv = rotate(qkv, *turns[block.rope])
-            attention.write(index, qkv.narrow(1, c.heads, 2 * c.kv_heads), plan)
-            q = qkv.narrow(1, 0, c.heads)
-            mixed = attention.attend(index, q, plan, block.window, c.attention_scale, c.attention_softcap)
-            x = self._add(x, block.o(mixed.reshape(rows, c.heads * c.head_dim)), block.o_norm)
-            x = self._add(x, block.down(self._gated(block.gate_up(block.post_norm(x)))), block.down_norm)
-        if batch.logit_rows is not None:
-            x = x[batch.logit_rows]
-        return self._logits(self.norm(x))
+        return self.logits(self.hidden(batch))
 
-    def _add(self, x: torch.Tensor, part: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
-        if norm is not None:
-            part = norm(part)
-        return torch.add(x, part, alpha=self.config.residual_scale)
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] as hidden() gives it -> [R, V], both in the activation type."""
         c = self.config
-        logits = self.head(x)
+        logits = self.head(hidden)
         if c.logit_scale != 1.0:
             logits = logits * c.logit_scale
         if c.logit_softcap is not None:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
         return logits
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """What the head sees, [R, H]: R rows, those of batch.logit_rows or all."""
+        c, attention, ops = self.config, self.attention, self.ops
+        rows = batch.token_ids.shape[0]
+        plan = attention.plan(batch.spans, self.windows) if batch.plan is None else batch.plan
+        turns = ops.turns(self.ropes, batch.positions)
+        x = torch.nn.functional.embedding(batch.token_ids, self.embedding)
+        if c.embedding_scale != 1.0:
+            x = x * c.embedding_scale
+        h = ops.norm(x, self.blocks[0].input_norm)
+        for index, (block, following) in enumerate(self._followed):
+            q = ops.to_cache(index, ops.project(block.qkv, h), block.qk_norm, turns[block.rope], plan)
+            mixed = attention.attend(index, q, plan, block.window, c.attention_scale, c.attention_softcap)
+            mixed = mixed.reshape(rows, c.heads * c.head_dim)
+            x, h = ops.add(x, ops.project(block.o, mixed), block.o_norm, block.post_norm)
+            gated = ops.gate(block.gate_up, h, block.interleaved)
+            x, h = ops.add(x, ops.project(block.down, gated), block.down_norm, following)
+        return h if batch.logit_rows is None else h[batch.logit_rows]

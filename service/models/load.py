@@ -12,11 +12,13 @@ import torch
 from nybble.kernels.attention import AttentionBackend
 from nybble.kernels.linear import Broken, W4A16Linear
 from nybble.kernels.norm import RmsNorm
-from nybble.kernels.packing import W4A16Weight, concat_rows, take_rows
-from nybble.kernels.rope import RopeTable, head_order
+from nybble.kernels.packing import W4A16Weight, concat_rows, interleave_halves, take_rows
+from nybble.kernels.rope import head_order
 from nybble.service.errors import CheckpointError
 from nybble.service.models.config import DecoderConfig
-from nybble.service.models.decoder import Block, Decoder, DenseLinear, Head, Linear, RescoredHead, SideBySide
+from nybble.service.models.decoder import Block, Decoder
+from nybble.service.models.layers import DenseLinear, Head, Linear, RescoredHead, SideBySide
+from nybble.service.models.ops import OPS, HeadNorm
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +104,8 @@ def load(
     copy of every int4 layer of the blocks (not of the head, which few rows reach). Raises what the source
     raises (CheckpointError) and ValueError when no kernel fits a layer.
     """
-    return _Loader(config, source, dtype, device, dense, broken).decoder(
-        attention, max_positions, quantize_head
+    return _Loader(config, source, attention, dtype, device, dense, broken).decoder(
+        max_positions, quantize_head
     )
 
 
@@ -112,6 +114,7 @@ class _Loader:
         self,
         config: DecoderConfig,
         source: WeightSource,
+        attention: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
         dense: bool,
@@ -119,6 +122,8 @@ class _Loader:
     ) -> None:
         self.config = config
         self.source = source
+        self.attention = attention
+        self.ops = OPS[attention.name](config, attention)
         self.dtype = dtype
         self.device = device
         self.dense = dense
@@ -128,9 +133,7 @@ class _Loader:
         self.row_order = _row_order(config)
         self.apart: list[str] = []
 
-    def decoder(
-        self, attention: AttentionBackend, max_positions: int, quantize_head: HeadQuantizer | None
-    ) -> Decoder:
+    def decoder(self, max_positions: int, quantize_head: HeadQuantizer | None) -> Decoder:
         c = self.config
         self.source.expect([EMBEDDING, HEAD, FINAL_NORM, *self.block_order()])
         # The largest tensors first: while one is on its way to the device, little else is there yet.
@@ -145,8 +148,8 @@ class _Loader:
                 f"{len(self.apart)} such layers",
             )
         configs = (c.rope,) if c.window_rope is None else (c.rope, c.window_rope)
-        ropes = [RopeTable(rope, max_positions, self.dtype, self.device) for rope in configs]
-        return Decoder(c, embedding, blocks, norm, head, ropes, attention)
+        ropes = [self.ops.rope(rope, max_positions, self.dtype, self.device) for rope in configs]
+        return Decoder(c, embedding, blocks, norm, head, ropes, self.attention, self.ops)
 
     def block_order(self) -> list[str]:
         """Modules and tensors of all blocks in the order in which `block` reads them."""
@@ -217,27 +220,29 @@ class _Loader:
             field: self.norm(f"{prefix}.{name}.weight")
             for field, name in (_POST_NORMS if c.post_norms else _NORMS).items()
         }
+        gate_up = self.layer("gate_up", prefix)
         return Block(
             qkv=self.layer("qkv", prefix),
             qk_norm=self.qk_norm(prefix) if c.qk_norm else None,
             o=self.layer("o", prefix),
-            gate_up=self.layer("gate_up", prefix),
+            gate_up=gate_up,
+            interleaved=self.ops.interleaves and not isinstance(gate_up, SideBySide),
             down=self.layer("down", prefix),
             window=c.windows[index],
             rope=int(c.window_rope is not None and c.windows[index] is not None),
             **norms,
         )
 
-    def qk_norm(self, prefix: str) -> tuple[torch.Tensor, float]:
-        """The norms of queries and keys as one weight [1, H + Hkv, D], and eps."""
+    def qk_norm(self, prefix: str) -> HeadNorm:
+        """The norms of queries and keys."""
         c = self.config
         order = head_order(c.rope)
         weights = []
-        for name, heads in (("q", c.heads), ("k", c.kv_heads)):
+        for name in ("q", "k"):
             weight = self.plain(f"{prefix}.self_attn.{name}_norm.weight", c.head_dim)
             weight = self.norm_weight(weight if order is None else weight[order])
-            weights.append(weight.to(self.dtype).expand(heads, -1))
-        return torch.cat(weights).unsqueeze(0).to(self.device), c.rms_norm_eps
+            weights.append(weight.to(self.device, self.dtype))
+        return self.ops.head_norm(weights[0], weights[1], c.rms_norm_eps)
 
     def layer(self, kind: str, prefix: str) -> Linear:
         """One layer of a block from its modules: side by side in one matrix where their formats allow it."""
@@ -249,9 +254,21 @@ class _Loader:
             weights, biases = self.turned(weights, biases)
         whole = weights[0] if len(weights) == 1 else _side_by_side(weights)
         if whole is not None:
-            return self.single(whole, _joined(biases), kind)
+            bias = _joined(biases)
+            if kind == "gate_up" and self.ops.interleaves:
+                return self.interleaved(whole, bias)
+            return self.single(whole, bias, kind)
         self.apart.append(", ".join(modules))
         return SideBySide([self.single(w, b, kind) for w, b in zip(weights, biases, strict=True)])
+
+    def interleaved(self, whole: W4A16Weight | torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A gate_up layer with every gate's row beside its up's."""
+        order = interleave_halves(2 * self.config.intermediate_size)
+        whole = take_rows(whole, order) if isinstance(whole, W4A16Weight) else whole[order]
+        layer = self.single(whole, None if bias is None else bias[order], "gate_up")
+        if isinstance(layer, W4A16Linear):
+            layer.expect_gate(self.config.activation)
+        return layer
 
     def turned(
         self, weights: Sequence[W4A16Weight | torch.Tensor], biases: Sequence[torch.Tensor | None]

@@ -325,3 +325,66 @@ def test_the_engine_says_what_it_is(engine):
     assert {k.layer: k.count for k in info.kernels} == {"qkv": 2, "o": 2, "gate_up": 2, "down": 2}
     (route,) = info.kernels[0].routes
     assert (route.first_m, route.last_m, route.path, route.tile) == (1, None, "cpu", None)
+
+
+def scores(engine, *requests):
+    """The prompt's scored tokens per request id, and how often they were sent."""
+    found = {r.request_id: [] for r in requests}
+    for r in requests:
+        engine.add(r)
+    while engine.has_work:
+        for out in engine.step():
+            if out.prompt_logprobs:
+                found[out.request_id].append(out.prompt_logprobs)
+            assert out.finish_reason != "error", out.error
+    assert all(len(sent) == 1 for sent in found.values()), "once, with the first output"
+    return {name: sent[0] for name, sent in found.items()}
+
+
+def flat(tokens):
+    return [value for t in tokens for value in (t.logprob, *(p for _, p in t.top))]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"prefill_tokens": 5, "prefill_tokens_busy": 3},
+        # Blocks of 4 tokens: each request takes 13 with its prompt and 16 in the end.
+        {"block_size": 4, "kv_cache_bytes": 28 * 4 * 2 * 2 * 64 * 2 * 4, "prefill_tokens_busy": 3},
+    ],
+    ids=["one chunk", "many chunks", "preempted"],
+)
+def test_a_scored_prompt_has_the_logprobs_that_generating_it_had(engine, config):
+    prompts = [p["input_ids"][:20] for p in reference()[:3]]
+    wanted = {}
+    for i, prompt in enumerate(prompts):
+        engine.add(request(str(i), prompt, 30, logprobs=3))
+        while engine.has_work:
+            for out in engine.step():
+                wanted.setdefault(str(i), []).extend(out.tokens)
+    other = make(**config)
+    requests = [
+        request(str(i), [*p, *(t.token_id for t in wanted[str(i)])], 12, prompt_logprobs=3)
+        for i, p in enumerate(prompts)
+    ]
+    found = scores(other, *requests)
+    for i, prompt in enumerate(prompts):
+        tokens, expected = found[str(i)], wanted[str(i)]
+        assert [t.token_id for t in tokens] == list(requests[i].prompt[1:])
+        tail = tokens[len(prompt) - 1 :]
+        assert [t.token_id for t in tail] == [t.token_id for t in expected]
+        assert [[i for i, _ in t.top] for t in tail] == [[i for i, _ in t.top] for t in expected]
+        assert flat(tail) == pytest.approx(flat(expected), abs=2e-4)
+    if "block_size" in config:
+        assert other.stats().preemptions > 0
+
+
+def test_a_prompt_can_be_scored_without_generating(engine):
+    prompt = reference()[0]["input_ids"][:9]
+    engine.add(request("a", prompt, 0, prompt_logprobs=0))
+    (out,) = [o for _ in range(9) if engine.has_work for o in engine.step()]
+    assert (out.finish_reason, out.tokens) == ("length", ())
+    assert [t.token_id for t in out.prompt_logprobs] == list(prompt[1:]) and out.prompt_logprobs[0].top == ()
+    engine.add(request("b", prompt, 0))
+    assert "max_tokens is 0" in engine.step()[0].error

@@ -132,3 +132,22 @@ def test_many_sequences_in_a_small_pool_all_finish():
                 del pending[name]
     assert not pending
     assert s.preemptions > 0 and s.pool.free == 10
+
+
+def test_the_least_priority_goes_first_and_equals_by_arrival():
+    s = scheduler(max_running=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5), ("f", 0)):
+        request = Request(name, (1, 2, 3), SamplingParams(10), 0.0, priority)
+        s.add(Sequence(request, ()))
+    assert [w.id for w in s.waiting] == ["d", "a", "c", "f", "b", "e"]
+
+
+def test_a_preempted_sequence_keeps_its_place_before_a_newcomer_of_less_priority():
+    s = scheduler(blocks=4, max_running=2)
+    s.add(sequence("first", 6))
+    s.add(sequence("second", 6))
+    while not s.preemptions:
+        advance(s.schedule())
+    assert [w.id for w in s.waiting] == ["second"]
+    s.add(Sequence(Request("urgent", (1,), SamplingParams(10), 0.0, -5), ()))
+    assert [w.id for w in s.waiting] == ["second", "urgent"]

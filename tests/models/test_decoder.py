@@ -4,11 +4,11 @@ import pytest
 import torch
 from twins import TWINS, round_to_int4, twin
 
-from nybble.kernels.attention import CacheShape, Span, backend_for
-from nybble.kernels.target import cpu_target
+from nybble.kernels.attention import CacheShape, Span
+from nybble.kernels.attention.sdpa import SdpaAttention
 from nybble.service.errors import CheckpointError
 from nybble.service.models import ARCHITECTURES, Batch, load, read_config
-from nybble.service.models.decoder import RescoredHead
+from nybble.service.models.layers import RescoredHead
 
 CPU = torch.device("cpu")
 BLOCK = 8
@@ -18,7 +18,7 @@ MAX_LOGIT_ERROR = 2e-4
 
 def decoder(source, raw, dtype=torch.float32, positions=None):
     config = read_config(raw)
-    attention = backend_for(cpu_target())
+    attention = SdpaAttention()
     model = load(config, source, attention, dtype, CPU, positions or config.default_positions)
     attention.allocate(CacheShape(config.layers, 32, BLOCK, config.kv_heads, config.head_dim, dtype), CPU)
     return model
@@ -150,7 +150,7 @@ def test_a_rescored_head_is_exact_where_it_matters(name):
     _, source, raw = twin(name)
     exact = decoder(source, raw)
     config = read_config(raw)
-    attention = backend_for(cpu_target())
+    attention = SdpaAttention()
     model = load(
         config, source, attention, torch.float32, CPU, 64, lambda w: round_to_int4(w, symmetric=False)
     )

@@ -49,7 +49,9 @@ def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[s
 
 
 def case_id(case: dict[str, Any]) -> str:
-    """Readable test id."""
+    """Readable test id: the case's own, or one made of a GEMM's fields."""
+    if "id" in case:
+        return f"{case['arch']}-{case['kernel']}-{case['dtype']}-{case['id']}"
     tile = case.get("tile")
     parts = [
         case["arch"],
@@ -68,6 +70,7 @@ def case_id(case: dict[str, Any]) -> str:
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
+needs_clang = pytest.mark.skipif(shutil.which("clang++-22") is None, reason="clang++-22 is not on PATH")
 needs_emulator = pytest.mark.skipif(
     not (os.environ.get("RDNA_TINYGRAD") and shutil.which("clang-22")),
     reason="RDNA_TINYGRAD is not set, or clang-22 is not on PATH: no RDNA emulator here",

@@ -13,13 +13,17 @@ import json
 import sys
 from typing import Any
 
+import rdna_layer
 import torch
-from rdna_device import Launch, counts, pretend, resources
+from rdna_device import Launch, counts, pretend, resources, run_csrc
 
+from nybble.kernels.fused.activation import gated_reference
 from nybble.kernels.linear import operands, triton_kn, triton_skinny
+from nybble.kernels.linear import skinny as csrc_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
+from nybble.kernels.target import Target
 from nybble.kernels.testing import TOLERANCE, errors
 from nybble.kernels.tiles import Tile
 
@@ -78,7 +82,61 @@ def kn(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     return y, linear_reference(x, weight, bias), launches
 
 
-RUNNERS = {"skinny": skinny, "skinny_rdna": skinny, "kn": kn}
+def skinny_gated(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """The gate inside the skinny-layout GEMM, of a weight whose rows alternate gate and up."""
+    x, weight, bias = problem(case)
+    packed = pack(weight, arch=case["arch"])
+    name = case.get("activation", "silu")
+    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
+        y = triton_skinny.skinny_gemm_gated(
+            x, packed.words, packed.scales, packed.zeros, bias, weight.group_size, name
+        )
+    both = linear_reference(x, weight, bias).unsqueeze(0)
+    return y, gated_reference(both, None, True, name), launches
+
+
+def csrc(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """(result, reference, launches) of csrc's kernel as clang compiles it, with the plan that its launcher makes."""
+    x, weight, bias = problem(case)
+    scale_dtype = DTYPES.get(case.get("scales", ""), x.dtype)
+    packed = pack(weight, arch=case["arch"], scale_dtype=scale_dtype)
+    if "scales" in case:
+        weight = dataclasses.replace(weight, scales=packed.scales)
+    target = Target("rocm", case["arch"], "", case.get("units", 40), 65536)
+    plan = csrc_skinny.plan_for(
+        target,
+        case["m"],
+        weight.n,
+        weight.k,
+        weight.group_size,
+        scale_dtype.itemsize,
+        packed.zeros is not None,
+    )
+    plan = dataclasses.replace(plan, **case.get("plan", {}))
+    y, launch = run_csrc(
+        case["arch"],
+        plan,
+        x,
+        packed,
+        bias,
+        run=case.get("run", False),
+        schedule=case.get("schedule", {}),
+        gate=case.get("gate"),
+    )
+    reference = linear_reference(x, weight, bias)
+    if "gate" in case:
+        reference = gated_reference(reference.unsqueeze(0), None, True, case["gate"])
+    return y, reference, [launch]
+
+
+RUNNERS = {
+    "skinny": skinny,
+    "skinny_rdna": skinny,
+    "kn": kn,
+    "csrc": csrc,
+    "skinny_gated": skinny_gated,
+    **rdna_layer.RUNNERS,
+}
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelRepor
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.folders import kernel_cache_folder
+from nybble.service.malloc import large_blocks_go_back
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
 from nybble.service.models.load import HeadQuantizer, block_modules
@@ -64,7 +65,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     readings = _readings(device)
     folder = Path(config.model)
     shared = device.type != "cpu" and shares_host_memory(device)
-    with open_checkpoint(folder, on_bytes, drop_cache=shared, pin=device.type == "cuda") as checkpoint:
+    pin = device.type == "cuda"
+    with large_blocks_go_back(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
         attention, attention_passed = _attention(

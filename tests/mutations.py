@@ -247,6 +247,48 @@ FAULTS = (
         "zeros = zeros & 0xF",
         "tests/checkpoints/test_formats.py -k gptq",
     ),
+    Fault(
+        "prompt scored again after a preemption",
+        "service/engine/sequence.py",
+        "return range(max(self.computed, len(self.scored)), min(stop, self.prompt_len - 1))",
+        "return range(self.computed, min(stop, self.prompt_len - 1))",
+        "tests/engine/test_engine.py -k scored",
+    ),
+    Fault(
+        "score of a prompt token taken from the row of the next one",
+        "service/engine/runner.py",
+        "followers = sequence.tokens[part.start + 1 : part.stop + 1]",
+        "followers = sequence.tokens[part.start : part.stop]",
+        "tests/engine/test_engine.py -k scored",
+    ),
+    Fault(
+        "pipe to the engine left non-blocking",
+        "service/client.py",
+        "os.set_blocking(self._connection.fileno(), True)",
+        "pass",
+        "tests/service/test_client.py -k larger",
+    ),
+    Fault(
+        "any key opens",
+        "service/api/auth.py",
+        'return any(matches) and kind.lower() == "bearer"',
+        'return bool(key) and kind.lower() == "bearer"',
+        "tests/api/test_security.py -k 401",
+    ),
+    Fault(
+        "best_of gives the worst",
+        "service/api/generation.py",
+        "key=lambda one: -one.logprob_per_token",
+        "key=lambda one: one.logprob_per_token",
+        "tests/api/test_completions.py -k best_of",
+    ),
+    Fault(
+        "time limit that aborts nothing",
+        "service/client.py",
+        "        self.close()\n        self.fail(error)",
+        "        self.fail(error)",
+        "tests/api/test_limits.py -k limit",
+    ),
 )
 
 

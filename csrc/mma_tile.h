@@ -86,15 +86,15 @@ struct MmaTile {
   static constexpr int STAGES = NYBBLE_STAGES;
   static constexpr int TILES = ROWS / 16, EIGHTS = ROWS / 8;
   static constexpr int X_TILES = (M + 7) / 8;
-  // bf16: raw numbers go into the sum, and (BIAS + z) sum x comes off it where a group ends, sum x being one more matrix
-  // instruction for all rows of w. Where groups are short and rows of x many, subtracting from each pair is less.
+  // bf16: the raw numbers BIAS + q go into the sum, and (BIAS + z) sum x comes off it where a group ends; sum x is one more
+  // matrix instruction for all rows of w. Where groups are short and rows of x many, subtracting from each pair is less.
   static constexpr bool RAW = !Type::FINE && X_TILES * (STEP * GRANULE / GROUP) <= STEP;
   static constexpr int PER_GROUP = GROUP / GRANULE, GROUPS = STEP / PER_GROUP;  // granules of a group, groups of a step
   static constexpr int W_BYTES = ROWS * STEP * GRANULE_BYTES;
   static constexpr int X_ROW_BYTES = STEP * GRANULE * 2;
   static constexpr int STAGE_BYTES = W_BYTES + M * X_ROW_BYTES;
   static constexpr int SCALE_BYTES = sizeof(typename Scale::Bits);
-  static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and scale_bytes() a wave, see the launcher
+  static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and side_bytes() a wave
 
   static constexpr int COPIED = WAVE / STEP;                    // rows of w that a wave copies at a time
   static constexpr int SWIZZLES = 8 > COPIED ? 8 / COPIED : 1;  // such times until the swizzle comes round
@@ -125,8 +125,8 @@ struct MmaTile {
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;
     u8* const scales = shared + SHARED_BYTES + wave * side_bytes(most_steps);
-    u8* const zeros = scales + ROWS * scale_row_bytes(most_steps);
-    const int zero_row = zero_row_bytes(most_steps);
+    const int scale_row = scale_row_bytes(most_steps), zero_row = zero_row_bytes(most_steps);
+    u8* const zeros = scales + ROWS * scale_row;
     const u32 ring_address = shared_address(ring);
 
     let_next_launch_start();
@@ -175,42 +175,24 @@ struct MmaTile {
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < steps) fetch_w(step);
     }
-    // Scales of the slice: whole words, so a row may begin in the middle of its first one.
+    // Scales and zero points of the whole slice. Scales come in whole words, so a row may begin in the middle of its first.
     const int first_group = slice.first * GROUPS;
-    const int groups = smaller(steps * GROUPS, (p.granules() * GRANULE) / GROUP - first_group);
+    const int groups = smaller(steps * GROUPS, granules / PER_GROUP - first_group);
+    u32 scale_at[EIGHTS];  // bytes to this lane's first scale of rows g, g + 8, ...
     NYBBLE_UNROLL
     for (int e = 0; e < EIGHTS; e++) {
-      const int n = smaller(row0 + 8 * e + g, p.n - 1);
-      const u64 from = u64(p.scales) + u64(n) * u32(p.s_stride) + first_group * SCALE_BYTES;
+      const int row = 8 * e + g;
+      const u64 from = u64(p.scales) + u64(smaller(row0 + row, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
+      scale_at[e] = row * scale_row + u32(from % 4);
+      const u32 to = shared_address(scales) + row * scale_row;
       const int bytes = int(from % 4) + groups * SCALE_BYTES;
-      const u32 to = shared_address(scales) + (8 * e + g) * scale_row_bytes(most_steps);
       for (int b = 4 * t; b < bytes; b += 16) copy_word(to + b, reinterpret_cast<const u8*>(from / 4 * 4) + b);
     }
-    if constexpr (ZEROS) {
-      NYBBLE_UNROLL
-      for (int e = 0; e < EIGHTS; e++) {
-        const int n = smaller(row0 + 8 * e, p.n - 1);
-        const u8* from = p.zeros + u64(n / 8) * u32(p.z_stride) + first_group * 4;
-        const u32 to = shared_address(zeros) + e * zero_row;
-        for (int b = 4 * lane; b < groups * 4; b += 4 * WAVE) copy_word(to + b, from + b);
-      }
-    }
-    u32 scale_at[EIGHTS];  // where this lane's first scale is
     NYBBLE_UNROLL
-    for (int e = 0; e < EIGHTS; e++) {
-      const int n = smaller(row0 + 8 * e + g, p.n - 1);
-      const u64 from = u64(p.scales) + u64(n) * u32(p.s_stride) + first_group * SCALE_BYTES;
-      scale_at[e] = (8 * e + g) * scale_row_bytes(most_steps) + u32(from % 4);
-    }
-
-    // A step may end past K: there x is 0, and the scale must be a number too.
-    if (GROUPS > 1 && groups < steps * GROUPS) {
-      NYBBLE_UNROLL
-      for (int e = 0; e < EIGHTS; e++) {
-        for (int group = groups + t; group < steps * GROUPS; group += 4) {
-          *reinterpret_cast<typename Scale::Bits*>(scales + scale_at[e] + group * SCALE_BYTES) = 0;
-        }
-      }
+    for (int e = 0; ZEROS && e < EIGHTS; e++) {
+      const u8* from = p.zeros + u64(smaller(row0 + 8 * e, p.n - 1) / 8) * u32(p.z_stride) + first_group * 4;
+      const u32 to = shared_address(zeros) + e * zero_row;
+      for (int b = 4 * lane; b < groups * 4; b += 4 * WAVE) copy_word(to + b, from + b);
     }
 
     wait_for_last_launch();
@@ -218,6 +200,17 @@ struct MmaTile {
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < steps) fetch_x(step);
       end_copies();
+    }
+    if (groups < steps * GROUPS) {
+      // The last step ends past K: there x is 0, and the scale has to be a number too.
+      wait_for_copies<STAGES - 2>();
+      __syncwarp();
+      NYBBLE_UNROLL
+      for (int e = 0; e < EIGHTS; e++) {
+        for (int group = groups + t; group < steps * GROUPS; group += 4) {
+          *reinterpret_cast<typename Scale::Bits*>(scales + scale_at[e] + group * SCALE_BYTES) = 0;
+        }
+      }
     }
 
     // ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1.
@@ -276,7 +269,7 @@ struct MmaTile {
             NYBBLE_UNROLL
             for (int h = 0; h < 2; h++) {
               const float s = scale(scales, scale_at[2 * tile + h], step * GROUPS + group);
-              const float excess = as_float((zero[h][i] & 0x000F0000) | 0x43000000);  // 128 + z
+              const float excess = as_float((zero[h][i] & 0x000F0000) | 0x43000000);  // 128 + z, with RAW
               NYBBLE_UNROLL
               for (int v = 2 * h; v < 2 * h + (M == 1 ? 1 : 2); v++) {  // of one row of x, only column 0
                 NYBBLE_UNROLL

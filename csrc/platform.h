@@ -19,7 +19,11 @@
 #else
 #define NYBBLE_DEV static __device__ __forceinline__
 #define NYBBLE_METHOD __device__ __forceinline__
+#ifdef NYBBLE_MIN_BLOCKS
+#define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads, NYBBLE_MIN_BLOCKS)
+#else
 #define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads)
+#endif
 #define NYBBLE_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif
 #define NYBBLE_UNROLL _Pragma("unroll")

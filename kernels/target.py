@@ -88,6 +88,13 @@ def detect(device: torch.device) -> Target:
     )
 
 
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a GPU's memory is the host's (an APU), so that the page cache takes from it."""
+    return device.type == "cuda" and bool(
+        getattr(torch.cuda.get_device_properties(device), "is_integrated", False)
+    )
+
+
 def default_device() -> torch.device:
     """The GPU when torch sees one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

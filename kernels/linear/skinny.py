@@ -179,13 +179,12 @@ def programs_for(
     """Every program that layers of these (N, K) need for M up to 16, each once.
 
     scale_dtypes: by default the activations' type and float16, which GPTQ and AWQ files keep whatever the model's type is.
-    gates: activations applied in the same launch, None for none. The default shapes stand for a large and a small layer. A
-    target whose number of compute units is not known (0) counts
-    as a small and as a large chip.
+    The default shapes stand for a large and a small layer. A target whose number of compute units is not known (0) counts
+    as a small and as a large chip. gates: activations applied in the same launch, None for none.
     """
+    gates = tuple(gates)
     known = target.compute_units > 0
     chips = [target] if known else [replace(target, compute_units=units) for units in (1, 1 << 20)]
-    gates = tuple(gates)
     found: dict[Program, None] = {}
     for chip, (n, k), scale_dtype in product(chips, shapes, scale_dtypes or {dtype, torch.float16}):
         for m in range(1, MAX_M + 1):
@@ -426,7 +425,13 @@ def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate
     if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):
         return
     programs = programs_for(
-        target, dtype, weight.group_size, not zeros, [weight.scales.dtype], [(weight.n, weight.k)], [gate]
+        target,
+        dtype,
+        weight.group_size,
+        not zeros,
+        [weight.scales.dtype],
+        [(weight.n, weight.k)],
+        [gate],
     )
     _COMPILING[key] = native.compile_all(programs, target)
 

@@ -21,6 +21,7 @@ from nybble.kernels.target import (
     default_device,
     detect,
     pci_address,
+    shares_host_memory,
     usable_cores,
 )
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
@@ -61,7 +62,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     copy_bytes_per_s = _copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
-    with open_checkpoint(folder, on_bytes) as checkpoint:
+    shared = device.type != "cpu" and shares_host_memory(device)
+    with open_checkpoint(folder, on_bytes, drop_cache=shared, pin=device.type == "cuda") as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
         attention = _attention(target, dtype, model_config.head_dim, config.block_size)
@@ -204,10 +206,7 @@ def _head_quantizer(
 
 def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
     """A tensor nobody asked for means that the file describes another model than config.json does."""
-    tied = ("lm_head.",) if model.tie_word_embeddings else ()
-    unread = [
-        n for n in checkpoint.unread() if not n.startswith(tied) and not n.endswith("rotary_emb.inv_freq")
-    ]
+    unread = checkpoint.unread()
     if unread:
         shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         raise CheckpointError(

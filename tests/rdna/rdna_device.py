@@ -161,16 +161,17 @@ def run_csrc(
     *,
     run: bool,
     schedule: dict[str, Any],
+    gate: str | None = None,
 ) -> tuple[torch.Tensor, Launch]:
     """y (NaN where nothing was written) and the launch of csrc's kernel, with the arguments of its real launcher."""
     m, k = x.shape
     n = w.n
     zeros = w.zeros is not None
-    program = plan.program(x.dtype, w.scales.dtype, w.group_size, zeros)
+    program = plan.program(x.dtype, w.scales.dtype, w.group_size, zeros, gate)
     code = compile_offline(program, arch)
     lds_bytes = plan.shared_bytes(k, w.group_size, w.scales.element_size(), zeros)
     launch = Launch(program.entry, code, lds_bytes)
-    y = torch.full((m, n), float("nan"), dtype=x.dtype)
+    y = torch.full((m, n if gate is None else n // 2), float("nan"), dtype=x.dtype)
     if not run:
         return y, launch
     from rdna_emulator import run_kernel

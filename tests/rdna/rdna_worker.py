@@ -82,6 +82,19 @@ def kn(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     return y, linear_reference(x, weight, bias), launches
 
 
+def skinny_gated(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """The gate inside the skinny-layout GEMM, of a weight whose rows alternate gate and up."""
+    x, weight, bias = problem(case)
+    packed = pack(weight, arch=case["arch"])
+    name = case.get("activation", "silu")
+    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
+        y = triton_skinny.skinny_gemm_gated(
+            x, packed.words, packed.scales, packed.zeros, bias, weight.group_size, name
+        )
+    both = linear_reference(x, weight, bias).unsqueeze(0)
+    return y, gated_reference(both, None, True, name), launches
+
+
 def csrc(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     """(result, reference, launches) of csrc's kernel as clang compiles it, with the plan that its launcher makes."""
     x, weight, bias = problem(case)
@@ -101,30 +114,27 @@ def csrc(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]
     )
     plan = dataclasses.replace(plan, **case.get("plan", {}))
     y, launch = run_csrc(
-        case["arch"], plan, x, packed, bias, run=case.get("run", False), schedule=case.get("schedule", {})
+        case["arch"],
+        plan,
+        x,
+        packed,
+        bias,
+        run=case.get("run", False),
+        schedule=case.get("schedule", {}),
+        gate=case.get("gate"),
     )
-    return y, linear_reference(x, weight, bias), [launch]
-
-
-def skinny_gated(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
-    """The gate inside the skinny-layout GEMM, of a weight whose rows alternate gate and up."""
-    x, weight, bias = problem(case)
-    packed = pack(weight, arch=case["arch"])
-    name = case.get("activation", "silu")
-    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
-        y = triton_skinny.skinny_gemm_gated(
-            x, packed.words, packed.scales, packed.zeros, bias, weight.group_size, name
-        )
-    both = linear_reference(x, weight, bias).unsqueeze(0)
-    return y, gated_reference(both, None, True, name), launches
+    reference = linear_reference(x, weight, bias)
+    if "gate" in case:
+        reference = gated_reference(reference.unsqueeze(0), None, True, case["gate"])
+    return y, reference, [launch]
 
 
 RUNNERS = {
     "skinny": skinny,
     "skinny_rdna": skinny,
     "kn": kn,
-    "skinny_gated": skinny_gated,
     "csrc": csrc,
+    "skinny_gated": skinny_gated,
     **rdna_layer.RUNNERS,
 }
 

@@ -1,12 +1,11 @@
 """csrc's kernel as RDNA machine code: compiled by clang for chips that are not there, and run in the emulator."""
 
-import shutil
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from rdna_cases import case_id, needs_emulator, needs_triton, run_cases
+from rdna_cases import case_id, needs_clang, needs_emulator, needs_triton, run_cases
 
 from nybble.kernels.code_object import CodeObject
 from nybble.kernels.linear import skinny
@@ -14,7 +13,6 @@ from nybble.kernels.native import compile_offline
 from nybble.kernels.target import Target
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201")
-needs_clang = pytest.mark.skipif(shutil.which("clang++-22") is None, reason="clang++-22 is not on PATH")
 
 # Registers a lane may use, by engine and rows of w. RDNA has 1536 for each lane of a SIMD: 160 leave 9 waves, 256 leave 6.
 REGISTERS = {("DotRows", 16): 176, ("WmmaTile", 32): 168, ("WmmaTile", 64): 256}

@@ -553,8 +553,10 @@ _COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
     "cached_prompt_tokens",
+    "prefix_queries_tokens",
     "preemptions",
     "nonfinite",
+    "out_of_memory",
     "steps",
 )
 

@@ -161,6 +161,8 @@ METRICS: tuple[Metric, ...] = (
            read=_one(lambda snapshot: snapshot.stats.preemptions)),
     Metric("nonfinite_total", "counter", "Steps of a request whose logits were not finite.",
            read=_one(lambda snapshot: snapshot.stats.nonfinite)),
+    Metric("out_of_memory_total", "counter", "Steps that the device had no memory for; the youngest request made room.",
+           read=_one(lambda snapshot: snapshot.stats.out_of_memory)),
     # tokens
     Metric("prompt_tokens_total", "counter", "Prompt tokens of all requests.",
            read=_one(lambda snapshot: snapshot.stats.prompt_tokens), aliases=(Alias("vllm:prompt_tokens_total"),)),
@@ -169,6 +171,12 @@ METRICS: tuple[Metric, ...] = (
            aliases=(Alias("vllm:generation_tokens_total"),)),
     Metric("cached_prompt_tokens_total", "counter", "Prompt tokens that needed no computing.",
            read=_one(lambda snapshot: snapshot.stats.cached_prompt_tokens)),
+    Metric("prefix_cache_queries_tokens_total", "counter", "Prompt tokens looked up in the prefix cache.",
+           read=_one(lambda snapshot: snapshot.stats.prefix_queries_tokens),
+           aliases=(Alias("vllm:prefix_cache_queries_total"),)),
+    Metric("prefix_cache_hits_tokens_total", "counter", "Prompt tokens found in the prefix cache.",
+           read=_one(lambda snapshot: snapshot.stats.cached_prompt_tokens),
+           aliases=(Alias("vllm:prefix_cache_hits_total"),)),
     # latencies
     Metric("queue_seconds", "histogram", "From a request's arrival to its first step.", buckets=REQUEST_BUCKETS_S),
     Metric("time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.",

@@ -245,7 +245,13 @@ def plan_choices(
     choices: list[Choice] = []
     for prompt, sampling in prompts:
         for i in range(n):
-            request = Request(uuid.uuid4().hex, prompt.token_ids, _with_seed(sampling, i), arrival_s)
+            request = Request(
+                uuid.uuid4().hex,
+                prompt.token_ids,
+                _with_seed(sampling, i),
+                arrival_s,
+                cache_salt=body.cache_salt,
+            )
             stream = TextStream(service.codec.detokenizer(), body.stop)
             choices.append(Choice(len(choices), request, prompt, stream, lists_stop_token))
     return choices

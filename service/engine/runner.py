@@ -9,7 +9,7 @@ import torch
 from nybble.kernels.attention import Span
 from nybble.kernels.linear import RECORDER
 from nybble.service.engine.protocol import Token
-from nybble.service.engine.sampler import sample, score
+from nybble.service.engine.sampler import Draft, draw, score
 from nybble.service.engine.scheduler import Chunk, Step
 from nybble.service.engine.sequence import Sequence
 from nybble.service.models import Batch, Decoder
@@ -17,6 +17,10 @@ from nybble.service.models import Batch, Decoder
 _STEPS_PER_THREAD_COUNT = 8
 # Rows of a scored prompt whose logits exist at one time: a chunk's would be larger than the workspace.
 _SCORED_ROWS = 16
+
+
+# Sequences whose last row was computed, and their next tokens on the way from the device.
+Flight = list[tuple[list[Sequence], Draft]]
 
 
 class Runner:
@@ -31,15 +35,34 @@ class Runner:
         self.device = device
         self.forward_seconds = 0.0
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the device is done, so that the host has time for other things."""
+        return self.device.type != "cpu"
+
     @torch.inference_mode()
-    def run(self, step: Step) -> list[tuple[Sequence, Token | None]]:
-        """The next token of every sequence that got one; None where its logits were not finite."""
-        results: list[tuple[Sequence, Token | None]] = []
+    def launch(self, step: Step) -> Flight:
+        """Start a step. Sequences count its rows as computed from here on."""
+        flight: Flight = []
         if step.decode:
-            results += self._pass("decode", [Chunk(s, 1) for s in step.decode])
+            flight.append(self._pass("decode", [Chunk(s, 1) for s in step.decode]))
         if step.prefill:
-            results += self._pass("prefill", step.prefill)
+            flight.append(self._pass("prefill", step.prefill))
+        return flight
+
+    @torch.inference_mode()
+    def collect(self, flight: Flight) -> list[tuple[Sequence, Token | None]]:
+        """The next token of every sequence that got one; None where its logits were not finite. Waits for the device."""
+        started = perf_counter()
+        results = [pair for done, draft in flight for pair in zip(done, draft.tokens(), strict=True)]
+        if self.runs_ahead:
+            self.forward_seconds += perf_counter() - started
         return results
+
+    def release_memory(self) -> None:
+        """Give back what the allocator keeps for later; after an allocation failed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def warm_up(self) -> None:
         """One row through the model, so that no first request pays for lazy initialisation. Uses block 0, free then."""
@@ -73,7 +96,7 @@ class Runner:
         self.warm_up()
         return perf_counter() - started
 
-    def _pass(self, phase: str, chunks: list[Chunk]) -> list[tuple[Sequence, Token | None]]:
+    def _pass(self, phase: str, chunks: list[Chunk]) -> tuple[list[Sequence], Draft]:
         ids: list[int] = []
         positions: list[int] = []
         spans = []
@@ -114,7 +137,7 @@ class Runner:
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
-        return list(zip(done, sample(logits, done), strict=True)) if done else []
+        return done, draw(logits, done) if done else Draft([])
 
     def _score(self, hidden: torch.Tensor, sequence: Sequence, positions: range, first_row: int) -> None:
         """Adds the scores of the prompt tokens that follow `positions`, whose rows of hidden [R, H] begin at first_row."""

@@ -261,7 +261,8 @@ def test_started_is_finished_plus_running_plus_waiting_at_every_step():
     assert s.generation_tokens == sum(3 + i for i in range(9))
 
 
-def test_logits_that_are_not_finite_end_their_request_alone(engine):
+def test_logits_that_are_not_finite_end_their_request_alone():
+    engine = make(prefill_tokens_busy=64)
     head = engine._runner.model.head
     true_call = type(head).__call__
 

@@ -34,13 +34,15 @@ def test_greedy_takes_the_first_of_the_best():
     assert [t.token_id for t in sample(logits, [sequence(), sequence()])] == [1, 0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
 def test_rows_that_are_not_finite_give_none_and_spare_their_neighbours(bad):
     logits = torch.zeros(3, 5)
     logits[1, 3] = bad
     logits[2, 4] = 1
     tokens = sample(logits, [sequence(), sequence(temperature=1.0), sequence(logprobs=2)])
     assert tokens[0] is not None and tokens[1] is None and tokens[2].token_id == 4
+    greedy = sample(logits, [sequence(), sequence(), sequence()])
+    assert [t and t.token_id for t in greedy] == [0, None, 4]
 
 
 def test_a_row_of_minus_infinity_gives_none():
@@ -153,8 +155,8 @@ def test_logprobs_are_those_of_the_plain_logits_best_first():
     assert [v for _, v in token.top] == pytest.approx([expected[1], expected[2]])
 
 
-def test_logprobs_zero_report_the_token_alone_and_never_minus_infinity():
-    (token,) = sample(torch.tensor([[0.0, float("-inf")]]), [sequence(logprobs=0, logit_bias=((1, 0.0),))])
+def test_logprobs_zero_report_the_token_alone_and_none_is_below_the_floor():
+    (token,) = sample(torch.tensor([[0.0, -1e30]]), [sequence(logprobs=0, logit_bias=((1, 0.0),))])
     assert token.top == () and token.logprob == 0.0
-    (token,) = sample(torch.tensor([[0.0, float("-inf")]]), [sequence(logprobs=2)])
+    (token,) = sample(torch.tensor([[0.0, -1e30]]), [sequence(logprobs=2)])
     assert token.top[1] == (1, LOGPROB_FLOOR)

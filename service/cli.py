@@ -151,3 +151,40 @@ def quantize(
 
     tidy_on_sigterm()
     run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))
+
+
+@app.command()
+def warm(
+    arch: Annotated[list[str], typer.Option(help="The chip, as gfx1151; several with several --arch.")],
+    dtype: Annotated[
+        Literal["both", "float16", "bfloat16"], typer.Option(help="Type of activations.")
+    ] = "both",
+    group_size: Annotated[
+        Literal["all", "32", "64", "128"], typer.Option(help="Input channels that share one scale.")
+    ] = "all",
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without or with zero points; both if not given."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to fill; the user's own cache if not given. Images: /usr/share/nybble/kernels."
+        ),
+    ] = None,
+) -> None:
+    """Compile the GPU kernels of a chip ahead, without that GPU (AMD: needs clang and lld; NVIDIA: needs nvrtc)."""
+    from nybble.service.settings import default_kernel_cache
+    from nybble.service.warm import Wanted, warm_chip
+
+    wanted = Wanted(
+        dtypes=("float16", "bfloat16") if dtype == "both" else (dtype,),
+        group_sizes=(32, 64, 128) if group_size == "all" else (int(group_size),),
+        symmetric=(True, False) if symmetric is None else (symmetric,),
+    )
+    tidy_on_sigterm()
+    try:
+        for chip in dict.fromkeys(arch):
+            warm_chip(chip, wanted, output or default_kernel_cache())
+    except ConfigError as error:
+        raise UsageError(error.message) from None

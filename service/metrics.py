@@ -103,6 +103,14 @@ def _gemm_calls(snapshot: Snapshot) -> Samples:
     return snapshot.stats.gemm_calls.items()
 
 
+def _jit_compiles(snapshot: Snapshot) -> Samples:
+    return [((kernel,), count) for kernel, count in snapshot.stats.jit_compiles.items()]
+
+
+def _jit_cache_hits(snapshot: Snapshot) -> Samples:
+    return [((kernel,), count) for kernel, count in snapshot.stats.jit_cache_hits.items()]
+
+
 def _pools(snapshot: Snapshot) -> Samples:
     pools = {} if snapshot.info is None else snapshot.info.memory.pools
     return [((pool,), nbytes) for pool, nbytes in pools.items()]
@@ -128,6 +136,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("gemm_sampled_calls_total", "counter", "GEMM calls whose time was sampled.", ("path", "phase")),
     Metric("kernel_selfcheck", "gauge", "1 if the GEMM path passed its self-check at start, 0 if not.", ("path",),
            _selfcheck),
+    Metric("jit_compiles_total", "counter", "Kernels compiled at run time, by kernel.", ("kernel",), _jit_compiles),
+    Metric("jit_compile_seconds_total", "counter", "Time that compiling kernels at run time took, summed over threads.",
+           read=_one(lambda snapshot: snapshot.stats.jit_compile_seconds)),
+    Metric("jit_cache_hits_total", "counter", "Kernels found compiled in a cache on disk, by kernel.", ("kernel",),
+           _jit_cache_hits),
     # memory
     Metric("memory_bytes", "gauge", "Bytes planned for each pool of memory.", ("pool",), _pools),
     Metric("memory_budget_bytes", "gauge", "Bytes that the memory plan may use.",

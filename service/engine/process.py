@@ -54,6 +54,7 @@ def _run(conn: Connection, config: EngineConfig) -> None:
 
     engine = build_engine(config, on_bytes)
     conn.send(engine.info)
+    conn.send(Outputs((), engine.stats()))  # what loading has counted
     told = monotonic()
     while True:
         # Asleep while there is nothing to do; otherwise take what has arrived and go on.

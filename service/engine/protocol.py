@@ -206,6 +206,7 @@ class EngineStats:
 
     prefix_queries_tokens are the prompt tokens looked up in the prefix cache, cached_prompt_tokens those found there.
     out_of_memory counts steps that the device had no memory for.
+    jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
     the seconds and M of the latest of them per (layer, path).
     """
@@ -224,6 +225,9 @@ class EngineStats:
     kv_usage_ratio: float = 0.0
     steps: int = 0
     step_overhead_seconds: float = 0.0
+    jit_compiles: dict[str, int] = field(default_factory=dict)
+    jit_cache_hits: dict[str, int] = field(default_factory=dict)
+    jit_compile_seconds: float = 0.0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
@@ -259,7 +263,8 @@ class EngineConfig:
     kv_cache_bytes 0: what the memory plan gives. prefill_tokens: most rows of one prefill chunk; while requests are
     decoding, a chunk has prefill_tokens_busy rows at most, or, with 0, as many as measured step times allow without
     holding up the next tokens for long (see service/engine/pacing.py).
-    dense_copies: see service/memory.py's DENSE_MODES.
+    dense_copies: see service/memory.py's DENSE_MODES. kernel_cache: the folder that keeps compiled kernels, none if empty;
+    kernel_cache_shared: one that somebody else filled, looked at first.
     """
 
     model: str
@@ -277,3 +282,5 @@ class EngineConfig:
     dense_copies: str = "disabled"
     threads: int = 0
     gemm_sample_every: int = 32
+    kernel_cache: str = ""
+    kernel_cache_shared: str = ""

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nybble.service.api import chat, completions, errors, health, kernels, models
-from nybble.service.api.middleware import CLIENT_CLOSED, AccessLog, BodyLimit
+from nybble.service.api import chat, completions, errors, health, kernels, models, openapi, tokens
+from nybble.service.api.auth import OPEN_ROUTES, RequireKey
+from nybble.service.api.cors import Cors
+from nybble.service.api.middleware import CLIENT_CLOSED, REQUEST_ID, BodyLimit, Faults, RequestContext
 from nybble.service.api.sse import ClientGone
 from nybble.service.api.state import Service, nybble_version
 from nybble.service.client import EngineClient
@@ -23,6 +26,9 @@ from nybble.service.text import TextCodec
 ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("POST", "/v1/completions", completions.create_completion),
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+    ("GET", "/tokenizer_info", tokens.tokenizer_info),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model_id:path}", models.get_model),
     ("GET", "/v1/kernels", kernels.list_kernels),
@@ -32,9 +38,6 @@ ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("GET", "/version", health.version),
     ("GET", "/metrics", health.metrics),
 )
-
-_ERROR = {"description": "An error object: {error: {message, type, param, code}}."}
-_STATUSES: dict[int | str, dict[str, Any]] = {status: _ERROR for status in (400, 404, 413, 429, 500, 503)}
 
 
 def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> FastAPI:
@@ -47,15 +50,38 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
         docs_url=None,
         redoc_url=None,
         strict_content_type=False,
+        middleware=_middleware(settings, metrics),
     )
     app.state.service = Service(settings, client, codec, metrics)
-    for method, path, endpoint in ROUTES:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=_STATUSES)
+    openapi.add_routes(app, ROUTES)
     errors.install(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_middleware(BodyLimit, limit_bytes=settings.body_limit_bytes, on_reject=metrics.rejected)
-    app.add_middleware(AccessLog, count=metrics.http)
     return app
+
+
+def _middleware(settings: Settings, metrics: Metrics) -> list[Middleware]:
+    """From the outside in. A preflight has no key, and an answer to a browser is readable whatever its status: CORS
+    stands around both."""
+    layers = [Middleware(RequestContext, count=metrics.http)]
+    if settings.origins:
+        layers.append(
+            Middleware(
+                Cors,
+                allow_origins=settings.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[REQUEST_ID, "Retry-After"],
+            )
+        )
+    layers.append(Middleware(Faults))
+    digests = settings.key_digests()
+    if digests:
+        open_paths = OPEN_ROUTES | ({"/metrics"} if settings.metrics_without_key else set())
+        layers.append(
+            Middleware(RequireKey, digests=digests, open_paths=open_paths, on_reject=metrics.rejected)
+        )
+    layers.append(Middleware(BodyLimit, limit_bytes=settings.body_limit_bytes, on_reject=metrics.rejected))
+    return layers
 
 
 def _snapshot(client: EngineClient) -> Snapshot:

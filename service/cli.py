@@ -6,6 +6,7 @@ Modules are imported by the command that needs them: the engine process imports 
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nybble.service.errors import ConfigError, NybbleError
-from nybble.service.settings import Settings, flag_name, load_settings
+from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name, load_settings
 
 EXIT_RUNTIME, EXIT_USAGE = 1, 2
 
@@ -74,7 +75,8 @@ def _options_of_settings(command: Callable[[dict[str, Any]], None]) -> Callable[
     def call(**flags: Any) -> None:
         command(flags)
 
-    parameters = [_parameter(name, field) for name, field in Settings.model_fields.items()]
+    fields = Settings.model_fields.items()
+    parameters = [_parameter(name, field) for name, field in fields if name not in ENVIRONMENT_ONLY]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -98,12 +100,17 @@ def serve(flags: dict[str, Any]) -> None:
     """Serve MODEL over HTTP. Every option is also an environment variable: --port is NYBBLE_PORT."""
     try:
         settings = load_settings(flags)
+        settings.key_digests()
     except ConfigError as error:
         raise UsageError(error.message) from None
     from nybble.service import logs, server
 
-    logs.configure_logging(settings.log_level.upper())
-    server.run(settings, find_model(settings.model))
+    logs.configure_logging(settings.log_config())
+    # The processes that this one starts have no use for them.
+    os.environ.pop("NYBBLE_API_KEYS", None)
+    # A port that is taken is reported at once, not after the model has been found and loaded.
+    with server.listen(settings) as sockets:
+        server.run(settings, find_model(settings.model), sockets)
 
 
 def find_model(model: str) -> str:

@@ -39,7 +39,7 @@ from nybble.service.engine.protocol import (
     StepOutput,
 )
 from nybble.service.errors import NybbleError, QueueFull, Unavailable
-from nybble.service.logs import configure_logging
+from nybble.service.logs import LogConfig, configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,10 @@ BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 # An engine that served this long before it died is restarted after the first, short pause again.
 STABLE_S = 300.0
 RECENT_FINISHES = 32
+# How often the watchdog looks, at most.
+WATCH_EVERY_S = 5.0
+# A process that was killed may take a moment to go; one that is stuck in its driver may never.
+GONE_S = 5.0
 
 
 class EngineState(StrEnum):
@@ -81,13 +85,13 @@ class Observer(Protocol):
     def gemm(self, samples: dict[tuple[str, str], tuple[float, ...]]) -> None: ...
 
 
-def _run_engine(engine_main: str, log_level: int, connection: Connection, config: EngineConfig) -> None:
+def _run_engine(engine_main: str, log: LogConfig, connection: Connection, config: EngineConfig) -> None:
     """The first function of the engine process.
 
     SIGTERM, which may be sent to the whole group, is the API process's business: it drains, then ends this process.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    configure_logging(log_level)
+    configure_logging(log)
     module, _, function = engine_main.partition(":")
     getattr(importlib.import_module(module), function)(connection, config)
 
@@ -160,6 +164,11 @@ class OutputStream:
         self._error = error
         self._wake()
 
+    def give_up(self, error: NybbleError) -> None:
+        """Aborts what has not ended and lets next() raise, once it has handed out what is there."""
+        self.close()
+        self.fail(error)
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -192,7 +201,8 @@ class EngineClient:
     """One engine process at a time, replaced when it dies.
 
     engine_main names what runs in the process; max_queue bounds the requests in flight. on_loading is called as
-    loading goes on, on_fatal with a sentence when starting again would fail the same way.
+    loading goes on, on_fatal with a sentence when starting again would fail the same way. An engine that has
+    requests and says nothing for step_timeout_s (0: however long) counts as hung and is killed.
     """
 
     def __init__(
@@ -201,7 +211,9 @@ class EngineClient:
         engine_main: str = ENGINE_MAIN,
         *,
         max_queue: int = 256,
+        step_timeout_s: float = 0.0,
         observer: Observer | None = None,
+        log: LogConfig | None = None,
         on_loading: Callable[[Loading], None] | None = None,
         on_fatal: Callable[[str], None] | None = None,
         backoff_s: Sequence[float] = BACKOFF_S,
@@ -219,6 +231,10 @@ class EngineClient:
         self._engine_main = engine_main
         self._on_loading_progress = on_loading
         self._on_fatal = on_fatal
+        self._log = log or LogConfig(logger.getEffectiveLevel())
+        self._step_timeout_s = step_timeout_s
+        self._heard_s = 0.0
+        self._watchdog_task: asyncio.Task[None] | None = None
         self._backoff_s = tuple(backoff_s)
         self._failures_in_a_row = 0
         self._ready_s = 0.0
@@ -252,9 +268,12 @@ class EngineClient:
             raise QueueFull(
                 f"{len(self._live)} requests are in progress and this asks for {len(requests)} more; "
                 f"the limit is {self.max_queue}; try again later",
-                self.retry_after_s(),
+                self.retry_after_s(len(self._live) + len(requests) - self.max_queue),
             )
         stream = OutputStream(self, [request.request_id for request in requests])
+        if not self._live:
+            # An idle engine has been silent for good reason.
+            self._heard_s = time.monotonic()
         for request in requests:
             self._live[request.request_id] = _Live(stream, request.arrival_s)
             self._send(Add(request))
@@ -276,12 +295,13 @@ class EngineClient:
         if reason != "abort":
             self._observe_finish(live)
 
-    def retry_after_s(self) -> int:
-        """How long one request in flight takes to finish at the rate of late, 1 to 60 s."""
+    def retry_after_s(self, places: int = 1) -> int:
+        """How long it takes until this many requests have finished, at the rate of late; 1 to 60 s."""
         times = self._finish_times
         if len(times) < 2 or time.monotonic() - times[-1] > 60:
             return 1
-        return min(60, max(1, math.ceil((time.monotonic() - times[0]) / len(times))))
+        each_s = (time.monotonic() - times[0]) / len(times)
+        return min(60, max(1, math.ceil(each_s * places)))
 
     # --- what metrics and health show ---
 
@@ -327,21 +347,21 @@ class EngineClient:
             await asyncio.to_thread(process.join, timeout_s)
             if process.is_alive():
                 logger.warning("the engine did not end within %g s and is killed", timeout_s)
-            await asyncio.to_thread(self.kill)
+            self.kill()
+            await asyncio.to_thread(process.join, GONE_S)
         self._disconnect()
 
     def kill(self) -> None:
-        """Ends the engine process at once."""
+        """Tells the system to end the engine process at once."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
-            self._process.join()
 
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(
             target=_run_engine,
-            args=(self._engine_main, logger.getEffectiveLevel(), theirs, self.config),
+            args=(self._engine_main, self._log, theirs, self.config),
             name="nybble-engine",
             daemon=True,
         )
@@ -360,9 +380,14 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection.fileno(), self._read)
         loop.add_reader(self._process.sentinel, self._process_ended)
+        if self._step_timeout_s:
+            self._watchdog_task = loop.create_task(self._kill_when_hung())
 
     def _disconnect(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._watchdog_task is not None:
+            self._watchdog_task.cancel()
+            self._watchdog_task = None
         if self._process is not None:
             loop.remove_reader(self._process.sentinel)
         if self._connection is not None:
@@ -385,6 +410,7 @@ class EngineClient:
         except (EOFError, OSError):
             self._died()
             return
+        self._heard_s = time.monotonic()
         self._handlers[type(message)](self, message)
 
     def _process_ended(self) -> None:
@@ -393,6 +419,23 @@ class EngineClient:
             self._read()
         if self._connection is not None:
             self._died()
+
+    async def _kill_when_hung(self) -> None:
+        """Every step of a busy engine says something; one that is silent for too long is not coming back."""
+        period_s = min(self._step_timeout_s / 4, WATCH_EVERY_S)
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(period_s)
+            now = time.monotonic()
+            if now - before > 2 * period_s:
+                # It is this process that stood still, and what the engine said meanwhile is still in the pipe.
+                self._heard_s = now
+            silent_s = now - self._heard_s
+            if self._live and silent_s > self._step_timeout_s:
+                logger.error("the engine has said nothing for %.1f s: it hangs and is killed", silent_s)
+                self.kill()
+                self._died()
+                return
 
     # --- messages ---
 
@@ -461,11 +504,13 @@ class EngineClient:
     # --- death and restart ---
 
     def _died(self) -> None:
+        if self._connection is None:
+            return
         process = self._process
         self._disconnect()
-        if process is not None:
+        if process is not None and self.state is not EngineState.STOPPED:
             # The pipe may end a moment before the process does; it may also close the pipe and hang.
-            process.join(1.0)
+            process.join(0.2)
             self.kill()
         self._bury(process.exitcode if process is not None else None)
         if self.state in (EngineState.LOADING, EngineState.READY, EngineState.DOWN):
@@ -495,6 +540,8 @@ class EngineClient:
         if self.info is not None and time.monotonic() - self._ready_s > STABLE_S:
             self._failures_in_a_row = 0
         self.info = self.loading = None
+        if self._process is not None:
+            await asyncio.to_thread(self._process.join, GONE_S)
         while True:
             pause_s = self._backoff_s[min(self._failures_in_a_row, len(self._backoff_s) - 1)]
             self._failures_in_a_row += 1

@@ -65,6 +65,20 @@ class Unavailable(NybbleError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineExceeded(NybbleError):
+    """A request was not finished in the time that it, or the server, allows."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class Unauthorized(NybbleError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
 class GenerationFailed(NybbleError):
     """The engine ended this request with an error."""
 

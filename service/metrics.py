@@ -169,7 +169,7 @@ METRICS: tuple[Metric, ...] = (
            read=_one(lambda snapshot: snapshot.stats.running), aliases=(Alias("vllm:num_requests_running"),)),
     Metric("requests_waiting", "gauge", "Requests in the engine's queue.",
            read=_one(lambda snapshot: snapshot.stats.waiting), aliases=(Alias("vllm:num_requests_waiting"),)),
-    Metric("rejected_total", "counter", "Requests turned away before they started, by reason.", ("reason",)),
+    Metric("rejected_total", "counter", "Requests turned away, or given up at their time limit, by reason.", ("reason",)),
     Metric("preemptions_total", "counter", "Times a running request lost its KV blocks and had to be computed again.",
            read=_one(lambda snapshot: snapshot.stats.preemptions)),
     Metric("nonfinite_total", "counter", "Steps of a request whose logits were not finite.",

@@ -1,19 +1,22 @@
 """Every knob, with its meaning and default: the only reader of the environment and of command line flags.
 
-A field `max_queue` is the flag --max-queue and the environment variable NYBBLE_MAX_QUEUE; a flag wins.
+A field `max_queue` is the flag --max-queue and the environment variable NYBBLE_MAX_QUEUE; a flag wins. Secrets are no
+flags, since every user of a machine sees the command lines of all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from nybble.service.engine.protocol import EngineConfig
 from nybble.service.errors import ConfigError
+from nybble.service.logs import LogConfig
 
 ENV_PREFIX = "NYBBLE_"
 # Settings that are EngineConfig's fields under the same name.
@@ -32,6 +35,28 @@ def cache_folder() -> Path:
 def default_kernel_cache() -> Path:
     """Where compiled kernels are kept unless told otherwise."""
     return cache_folder() / "kernels"
+
+
+MIN_KEY_CHARS = 8
+# Fields that are no flags.
+ENVIRONMENT_ONLY = ("api_keys",)
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _digest(key: str) -> bytes:
+    if len(key) < MIN_KEY_CHARS or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError(f"an API key has {MIN_KEY_CHARS} or more printable ASCII characters and no spaces")
+    return digest(key)
+
+
+def _digests(value: Any) -> Any:
+    """Of a comma-separated list; empty, as many tools pass a variable that is not set, is none."""
+    if not isinstance(value, str):
+        return value
+    return tuple(_digest(key) for part in value.split(",") if (key := part.strip()))
 
 
 class Settings(BaseSettings):
@@ -54,10 +79,46 @@ class Settings(BaseSettings):
     body_limit_bytes: int = Field(
         8 * 2**20, ge=1024, description="Largest request body; beyond, the answer is 413."
     )
+    request_timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="Longest time a request may take, queue included; beyond, the answer is 504. 0: no limit.",
+    )
+    step_timeout_s: float = Field(
+        120.0,
+        ge=0,
+        description="An engine that has requests and says nothing for so long hangs, and is killed and restarted. 0: never.",
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM."
     )
+    # who may ask
+    api_keys: Annotated[tuple[bytes, ...], NoDecode, BeforeValidator(_digests)] = Field(
+        (),
+        repr=False,
+        description="Keys that clients must send one of, separated by commas; kept as SHA-256 digests.",
+    )
+    api_key_file: str = Field(
+        "",
+        description="File with a key a line, which are added to those of NYBBLE_API_KEYS; # begins a comment.",
+    )
+    metrics_without_key: bool = Field(False, description="Answer /metrics without an API key.")
+    cors_origins: str = Field(
+        "",
+        description="Origins of web pages that may ask, separated by commas, such as https://chat.example; * for any.",
+    )
+    tls_certfile: str = Field("", description="Certificate chain (PEM); with it the server speaks HTTPS.")
+    tls_keyfile: str = Field(
+        "", description="Private key of the certificate (PEM), if it is in a file of its own."
+    )
+    # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_format: Literal["human", "json"] = Field(
+        "human", description="Lines for people, or a JSON object a line."
+    )
+    log_prompts: bool = Field(
+        False, description="Log the text of prompts too, which may be private; else nothing of it is logged."
+    )
     # engine
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of activations; auto picks what the device is good at."
@@ -120,6 +181,33 @@ class Settings(BaseSettings):
         same = {name: getattr(self, name) for name in ENGINE_FIELDS}
         return EngineConfig(model=folder, kernel_cache=kernel_cache, **same)
 
+    def log_config(self) -> LogConfig:
+        return LogConfig(self.log_level.upper(), self.log_format)
+
+    def key_digests(self) -> frozenset[bytes]:
+        """SHA-256 of every API key; none: no key is needed.
+
+        Raises ConfigError for a key file that cannot be read or has no key: it was meant to keep somebody out.
+        """
+        if not self.api_key_file:
+            return frozenset(self.api_keys)
+        try:
+            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8"
+            raise ConfigError(f"--api-key-file {self.api_key_file!r} cannot be read: {reason}") from None
+        keys = [key for line in lines if (key := line.partition("#")[0].strip())]
+        if not keys:
+            raise ConfigError(f"--api-key-file {self.api_key_file!r} has no key in it; give one a line")
+        try:
+            return frozenset((*self.api_keys, *map(_digest, keys)))
+        except ValueError as error:
+            raise ConfigError(f"--api-key-file {self.api_key_file!r}: {error}") from None
+
+    @property
+    def origins(self) -> list[str]:
+        return [origin for part in self.cors_origins.split(",") if (origin := part.strip())]
+
     def api_model_name(self) -> str:
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
@@ -142,6 +230,8 @@ def _explain(problem: Any, given: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{source} is not set: {Settings.model_fields[name].description}"
     accepted = _accepted(name, problem)
+    if name in ENVIRONMENT_ONLY:
+        return f"{source} is not accepted: {accepted.removeprefix('Value error, ')}"
     return f"{source}={str(problem['input'])[:100]!r} is not accepted: it should {accepted}"
 
 

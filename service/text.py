@@ -257,9 +257,23 @@ class TextCodec:
         """A number of tokens that the text has at least, without tokenising it."""
         return len(text) // (self._longest_piece_chars * NORMALISED_CHARS)
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of a whole sequence, special tokens left out."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence, as the tokenizer itself makes it."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def pieces(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for one that only the model has."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def describe(self) -> dict[str, Any]:
+        """Special tokens and the chat template, under the names of tokenizer_config.json; None where there is none."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "vocab_size": self.vocab_size,
+            **{name: getattr(self._tokenizer, name, None) for name in names},
+            "chat_template": self._tokenizer.chat_template,
+        }
 
     def render_chat(self, messages: list[dict[str, Any]], /, **variables: Any) -> str:
         """The prompt text that the model's own template makes of a conversation, ready for the answer.

@@ -11,17 +11,18 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nybble.service.api import sse
-from nybble.service.api.errors import error_of
+from nybble.service.api.errors import REJECTIONS, error_of
 from nybble.service.api.generation import Choice, Delta, Entry, Generation
 from nybble.service.api.schemas import SamplingFields
 from nybble.service.api.state import Service
-from nybble.service.errors import NybbleError
+from nybble.service.errors import DeadlineExceeded, NybbleError
 
 
 class Form(ABC):
@@ -49,6 +50,10 @@ class Form(ABC):
     def logprobs(self, entries: list[Entry]) -> dict[str, Any]:
         """The logprobs object of these tokens."""
 
+    def before(self, choice: Choice) -> list[Entry]:
+        """Entries of the logprobs object before those of the answer."""
+        return []
+
 
 async def respond(
     request: Request, service: Service, body: SamplingFields, generation: Generation, form: Form
@@ -58,9 +63,19 @@ async def respond(
     Raises what Generation.deltas() raises, and ClientGone when the client leaves before the first byte.
     """
     answer = _Answer(service, body, generation, form)
+    request.state.summary = partial(_summary, service, body, generation)
     if body.stream:
         return await _stream(request, answer)
     return await sse.unless_disconnected(request, _collect(answer))
+
+
+def _summary(service: Service, body: SamplingFields, generation: Generation) -> dict[str, Any]:
+    """What the request's log line says of its work."""
+    fields = {"stream": bool(body.stream)} | generation.summary()
+    if service.settings.log_prompts:
+        prompts = {id(choice.prompt): choice.prompt.token_ids for choice in generation.choices}.values()
+        fields["prompts"] = [service.codec.decode(ids, skip_special_tokens=False) for ids in prompts]
+    return fields
 
 
 @dataclass
@@ -110,15 +125,15 @@ async def _collect(answer: _Answer) -> Response:
     try:
         async for batch in deltas:
             for delta in batch:
-                whole = collected[delta.choice.index]
+                whole = collected[delta.choice.number]
                 whole.texts.append(delta.text)
                 whole.entries += delta.entries
                 whole.token_ids += delta.token_ids
     finally:
         await deltas.aclose()
-    pairs = zip(answer.generation.choices, collected, strict=True)
+    chosen = enumerate(answer.generation.answers())
     result = answer.fields(answer.form.kind) | {
-        "choices": [_choice(answer, choice, whole) for choice, whole in pairs],
+        "choices": [_choice(answer, index, choice, collected[choice.number]) for index, choice in chosen],
         "usage": answer.generation.usage(),
     }
     if answer.body.return_token_ids and not answer.form.prompt_ids_in_choice:
@@ -126,11 +141,13 @@ async def _collect(answer: _Answer) -> Response:
     return respond_json(result)
 
 
-def _choice(answer: _Answer, choice: Choice, whole: _Collected) -> dict[str, Any]:
+def _choice(answer: _Answer, index: int, choice: Choice, whole: _Collected) -> dict[str, Any]:
+    form = answer.form
+    entries = [*form.before(choice), *whole.entries] if choice.shows_logprobs else None
     result = {
-        "index": choice.index,
-        **answer.form.whole(choice, "".join(whole.texts)),
-        "logprobs": answer.form.logprobs(whole.entries) if choice.wants_logprobs else None,
+        "index": index,
+        **form.whole(choice, "".join(whole.texts)),
+        "logprobs": None if entries is None else form.logprobs(entries),
         "finish_reason": choice.finish_reason,
     }
     if answer.body.return_token_ids:
@@ -151,7 +168,7 @@ async def _stream(request: Request, answer: _Answer) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    return sse.EventStream(first, _after_first(events))
+    return sse.EventStream(first, _after_first(request, answer.service, events))
 
 
 async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
@@ -162,8 +179,8 @@ async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
         async for batch in deltas:
             piece = ""
             for delta in batch:
-                if delta.choice.index not in begun:
-                    begun.add(delta.choice.index)
+                if delta.choice.number not in begun:
+                    begun.add(delta.choice.number)
                     piece += chunks.opening(delta.choice)
                 piece += chunks.chunk(delta)
             yield piece.encode()
@@ -175,12 +192,17 @@ async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
         await deltas.aclose()
 
 
-async def _after_first(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _after_first(
+    request: Request, service: Service, events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
     """The status line is out: from here an error is one event, and the end of the stream."""
     try:
         async for piece in events:
             yield piece
     except NybbleError as error:
+        if isinstance(error, DeadlineExceeded):
+            service.metrics.rejected(REJECTIONS[DeadlineExceeded])
+        request.state.error = error.code
         yield sse.event(error_of(error))
     finally:
         await events.aclose()
@@ -200,21 +222,23 @@ class _Chunks:
     def opening(self, choice: Choice) -> str:
         """The event before a choice's first text; empty if there is nothing to say."""
         piece = self._form.opening(choice)
+        before = self._form.before(choice)
+        logprobs = compact(self._form.logprobs(before)) if before else "null"
         if not self._return_token_ids:
-            return "" if piece is None else self._event(choice.index, piece)
+            return "" if piece is None else self._event(choice.number, piece, logprobs)
         piece = piece or self._form.piece("")
         if self._form.prompt_ids_in_choice:
             piece += f',"prompt_token_ids":{compact(choice.prompt.token_ids)}'
-            return self._event(choice.index, piece)
-        return self._event(choice.index, piece, tail=self._first_tail if choice.index == 0 else None)
+            return self._event(choice.number, piece, logprobs)
+        return self._event(choice.number, piece, tail=self._first_tail if choice.number == 0 else None)
 
     def chunk(self, delta: Delta) -> str:
         piece = self._form.piece(delta.text)
         if self._return_token_ids:
             piece += f',"token_ids":{compact(delta.token_ids)}'
-        logprobs = compact(self._form.logprobs(delta.entries)) if delta.choice.wants_logprobs else "null"
+        logprobs = compact(self._form.logprobs(delta.entries)) if delta.choice.shows_logprobs else "null"
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        return self._event(delta.choice.index, piece, logprobs, reason)
+        return self._event(delta.choice.number, piece, logprobs, reason)
 
     def _event(
         self, index: int, piece: str, logprobs: str = "null", reason: str = "null", tail: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from fastapi import Request
@@ -19,6 +18,7 @@ from nybble.service.api.generation import (
     check_length,
     check_prompt,
     check_stream_options,
+    deadline_of,
     finite_logprob,
     plan_choices,
     sampling_params,
@@ -50,7 +50,7 @@ RESERVED_VARIABLES = frozenset(
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
-    arrival_s = time.monotonic()
+    arrival_s: float = request.state.arrival_s
     service = service_of(request)
     generation = await _plan(service, body, arrival_s)
     return await answers.respond(request, service, body, generation, ChatForm(service.codec))
@@ -62,12 +62,11 @@ async def _plan(service: Service, body: ChatCompletionRequest, arrival_s: float)
     logprobs = _logprobs_count(body)
     limit = _max_tokens(body)
     variables = body.chat_template_kwargs or {}
-    for name in variables:
-        if name in RESERVED_VARIABLES:
-            raise InvalidRequest(f"the variable {name!r} cannot be set", param="chat_template_kwargs")
-    check_count(service, 1, body.n)
+    check_template_variables(variables)
+    n = body.n or 1
+    check_count(service, 1, n)
     info = service.client.require_info()
-    messages = [_message(message) for message in body.messages]
+    messages = [template_message(message) for message in body.messages]
     if sum(len(message["content"]) for message in messages) <= SHORT_TEXT_CHARS:
         token_ids = _encode_chat(service.codec, info, messages, variables)
     else:
@@ -76,8 +75,16 @@ async def _plan(service: Service, body: ChatCompletionRequest, arrival_s: float)
     room = info.max_model_len - len(token_ids)
     sampling = sampling_params(body, info, max_tokens=min(limit or room, room), logprobs=logprobs)
     prompt = PromptTokens(token_ids)
-    choices = plan_choices(service, [(prompt, sampling)], body, arrival_s=arrival_s, lists_stop_token=False)
-    return Generation(service.client, choices)
+    choices = plan_choices(
+        service,
+        [(prompt, sampling)],
+        body,
+        n=n,
+        arrival_s=arrival_s,
+        lists_stop_token=False,
+        shows_logprobs=logprobs is not None,
+    )
+    return Generation(service.client, choices, deadline_s=deadline_of(service, body, arrival_s))
 
 
 def _encode_chat(
@@ -89,7 +96,15 @@ def _encode_chat(
     return codec.encode(text, add_special_tokens=False)
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def check_template_variables(variables: dict[str, Any]) -> None:
+    """Raises InvalidRequest for a variable that the renderer sets itself."""
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            raise InvalidRequest(f"the variable {name[:100]!r} cannot be set", param="chat_template_kwargs")
+
+
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates expect one."""
     # Templates know the older name of the developer's role.
     role = "system" if message.role == "developer" else message.role
     named = {} if message.name is None else {"name": message.name}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import Request
@@ -17,15 +16,17 @@ from nybble.service.api.generation import (
     check_count,
     check_prompt,
     check_stream_options,
+    deadline_of,
     encode,
     finite_logprob,
     plan_choices,
+    prompt_entries,
     sampling_params,
 )
 from nybble.service.api.schemas import CompletionRequest, Prompt
 from nybble.service.api.sse import encode_string
 from nybble.service.api.state import Service, service_of
-from nybble.service.engine.protocol import EngineInfo
+from nybble.service.engine.protocol import EngineInfo, SamplingParams
 from nybble.service.errors import InvalidRequest
 from nybble.service.text import SHORT_TEXT_CHARS, TextCodec
 
@@ -34,7 +35,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts."""
-    arrival_s = time.monotonic()
+    arrival_s: float = request.state.arrival_s
     service = service_of(request)
     generation = await _plan(service, body, arrival_s)
     form = CompletionForm(service.codec, echo=bool(body.echo))
@@ -44,25 +45,62 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 async def _plan(service: Service, body: CompletionRequest, arrival_s: float) -> Generation:
     service.check_model(body.model)
     check_stream_options(body)
-    if body.echo and body.logprobs is not None:
+    echo, n = bool(body.echo), body.n or 1
+    made = _choices_made(body, n)
+    if body.max_tokens == 0 and not echo:
         raise InvalidRequest(
-            "echo together with logprobs is not supported; leave one of them out",
-            param="echo",
-            code="unsupported_parameter",
+            "max_tokens: 0 needs echo: true; otherwise ask for at least 1", param="max_tokens"
         )
-    check_count(service, len(body.prompt), body.n)
+    check_count(service, len(body.prompt), made, "n" if made == n else "best_of")
     info = service.client.require_info()
     # Many short texts take as long as a long one.
     inline = sum(len(given) for given in body.prompt if isinstance(given, str)) <= SHORT_TEXT_CHARS
     prompts = []
     for given in body.prompt:
-        prompt = await _prompt_tokens(service.codec, given, info, echo=bool(body.echo), inline=inline)
+        prompt = await _prompt_tokens(service.codec, given, info, echo=echo, inline=inline)
         check_prompt(prompt.token_ids, info, "prompt")
-        room = info.max_model_len - len(prompt.token_ids)
-        max_tokens = min(body.max_tokens or DEFAULT_MAX_TOKENS, room)
-        prompts.append((prompt, sampling_params(body, info, max_tokens=max_tokens, logprobs=body.logprobs)))
-    choices = plan_choices(service, prompts, body, arrival_s=arrival_s, lists_stop_token=True)
-    return Generation(service.client, choices)
+        prompts.append((prompt, _sampling(body, info, len(prompt.token_ids), ranked=made > n)))
+    choices = plan_choices(
+        service,
+        prompts,
+        body,
+        n=made,
+        arrival_s=arrival_s,
+        lists_stop_token=True,
+        shows_logprobs=body.logprobs is not None,
+        echo=echo,
+    )
+    deadline_s = deadline_of(service, body, arrival_s)
+    return Generation(service.client, choices, deadline_s=deadline_s, kept=n if made > n else None)
+
+
+def _choices_made(body: CompletionRequest, n: int) -> int:
+    """How many answers to each prompt are computed. Raises InvalidRequest where best_of does not go with the rest."""
+    made = n if body.best_of is None else body.best_of
+    if made < n:
+        raise InvalidRequest(
+            f"best_of={made} is less than n={n}; it is what n are chosen from", param="best_of"
+        )
+    if made > n and body.stream:
+        raise InvalidRequest(
+            f"best_of={made} with n={n} cannot be streamed: which are best is known at the end",
+            param="best_of",
+        )
+    return made
+
+
+def _sampling(
+    body: CompletionRequest, info: EngineInfo, prompt_tokens: int, *, ranked: bool
+) -> SamplingParams:
+    room = info.max_model_len - prompt_tokens
+    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompt_logprobs = body.logprobs if body.echo else None
+    if wanted == 0 and prompt_logprobs is None:
+        prompt_logprobs = 0  # the engine's way of generating nothing
+    logprobs = 0 if ranked and body.logprobs is None else body.logprobs
+    return sampling_params(
+        body, info, max_tokens=min(wanted, room), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
 
 
 async def _prompt_tokens(
@@ -94,12 +132,15 @@ class CompletionForm(answers.Form):
     def opening(self, choice: Choice) -> str | None:
         return self.piece(choice.prompt.text) if self._echo else None
 
+    def before(self, choice: Choice) -> list[Entry]:
+        return prompt_entries(self._codec, choice) if self._echo and choice.shows_logprobs else []
+
     def logprobs(self, entries: list[Entry]) -> dict[str, Any]:
         return {
             "text_offset": [entry.start for entry in entries],
-            "token_logprobs": [finite_logprob(entry.token.logprob) for entry in entries],
+            "token_logprobs": [finite_logprob(e.token.logprob) if e.known else None for e in entries],
             "tokens": [self._token_text(entry.token.token_id) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
+            "top_logprobs": [self._top(entry) if entry.known else None for entry in entries],
         }
 
     def _top(self, entry: Entry) -> dict[str, float]:

@@ -14,10 +14,12 @@ from starlette.responses import Response
 
 from nybble.service.errors import (
     BodyTooLarge,
+    DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
     NybbleError,
     QueueFull,
+    Unauthorized,
     Unavailable,
 )
 
@@ -27,9 +29,11 @@ MAX_ECHO_CHARS = 100
 # Errors counted as nybble_rejected_total{reason}.
 REJECTIONS: dict[type[NybbleError], str] = {
     BodyTooLarge: "body_too_large",
+    DeadlineExceeded: "deadline",
     InvalidRequest: "invalid",
     ModelNotFound: "model_not_found",
     QueueFull: "queue_full",
+    Unauthorized: "unauthorized",
     Unavailable: "unavailable",
 }
 _HTTP_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
@@ -50,6 +54,8 @@ def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] | None
 def respond_to(error: NybbleError) -> Response:
     retry_after_s = getattr(error, "retry_after_s", None)
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
     return respond(error.status, error_of(error), headers)
 
 
@@ -58,7 +64,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(NybbleError, _on_nybble_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
 
 
 async def _on_nybble_error(request: Request, error: Exception) -> Response:
@@ -66,13 +71,16 @@ async def _on_nybble_error(request: Request, error: Exception) -> Response:
     reason = REJECTIONS.get(type(error))
     if reason is not None:
         request.app.state.service.metrics.rejected(reason)
+    request.state.error = error.code
     return respond_to(error)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     request.app.state.service.metrics.rejected(REJECTIONS[InvalidRequest])
-    return respond(400, _explain(error.errors()[0]))
+    body = _explain(error.errors()[0])
+    request.state.error = body["error"]["code"]
+    return respond(400, body)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -87,14 +95,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return respond(
         status, error_object(message, kind, None, _HTTP_CODES.get(status, "invalid_value")), error.headers
-    )
-
-
-async def _on_exception(request: Request, error: Exception) -> Response:
-    # Starlette raises it again after this answer, so that the server logs it with its traceback.
-    return respond(
-        500,
-        error_object("an internal error; the server's log has it", "server_error", None, "internal_error"),
     )
 
 

@@ -6,15 +6,17 @@ One HTTP request asks for one or more choices (n answers to each prompt); each i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 import uuid
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nybble.service.api.schemas import SamplingFields
 from nybble.service.api.state import Service
-from nybble.service.client import EngineClient
+from nybble.service.client import EngineClient, OutputStream
 from nybble.service.engine.protocol import (
     LOGPROB_FLOOR,
     EngineInfo,
@@ -23,7 +25,7 @@ from nybble.service.engine.protocol import (
     StepOutput,
     Token,
 )
-from nybble.service.errors import GenerationFailed, InvalidRequest
+from nybble.service.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
 from nybble.service.text import TextCodec, TextStream
 
 # top_p 0 means the single best token; a sum of probabilities is never above this by less than one token.
@@ -40,10 +42,12 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class Entry:
-    """A token in a logprobs object. start: characters of the answer before it."""
+    """A token in a logprobs object. start: characters of the text before it. Nothing is known of the probability of a
+    prompt's first token."""
 
     token: Token
     start: int
+    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,34 +63,46 @@ class Delta:
 
 @dataclass
 class Choice:
-    """One answer under way."""
+    """One answer under way. number: its place among the choices of its request, from 0.
 
-    index: int
+    text_start: how many characters of the prompt are shown before the answer.
+    """
+
+    number: int
     request: Request
     prompt: PromptTokens
     stream: TextStream
     # Whether a stop token, which has no text in the answer, has a place in its logprobs.
     lists_stop_token: bool
+    shows_logprobs: bool
+    text_start: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
+    prompt_logprobs: tuple[Token, ...] = ()
+    _logprob_sum: float = 0.0
     _entries: deque[Entry] = field(default_factory=deque)
     _token_ids: list[int] = field(default_factory=list)
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.request.sampling.logprobs is not None
+    def logprob_per_token(self) -> float:
+        """By which best_of ranks; needs the engine's logprobs."""
+        return self._logprob_sum / max(1, self.completion_tokens)
 
     def feed(self, output: StepOutput) -> Delta | None:
         """Takes a step's tokens; returns what can be shown now, None if nothing can."""
         self.cached_tokens += output.cached_tokens
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
         text = ""
         for i, token in enumerate(output.tokens):
             self.completion_tokens += 1
             self._token_ids.append(token.token_id)
             is_stop_token = output.finish_reason == "stop" and i == len(output.tokens) - 1
-            if token.logprob is not None and (self.lists_stop_token or not is_stop_token):
-                self._entries.append(Entry(token, self.stream.decoded))
+            if token.logprob is not None:
+                self._logprob_sum += finite_logprob(token.logprob)
+                if self.shows_logprobs and (self.lists_stop_token or not is_stop_token):
+                    self._entries.append(Entry(token, self.text_start + self.stream.decoded))
             if is_stop_token:
                 break
             text += self.stream.feed(token.token_id)
@@ -105,29 +121,47 @@ class Choice:
         """The tokens of which some text has been shown; at an end without a stop string, all that are left."""
         entries, shown = self._entries, []
         everything = self.finish_reason is not None and not self.stream.stopped
-        while entries and (everything or entries[0].start < self.stream.shown):
+        shown_end = self.text_start + self.stream.shown
+        while entries and (everything or entries[0].start < shown_end):
             shown.append(entries.popleft())
         return shown
 
 
 class Generation:
-    """The choices of one HTTP request."""
+    """The choices of one HTTP request. deadline_s, of time.monotonic(), ends it; kept: how many of each prompt's choices
+    the answer has, the best ones (None: all)."""
 
-    def __init__(self, client: EngineClient, choices: Sequence[Choice]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        choices: Sequence[Choice],
+        *,
+        deadline_s: float | None = None,
+        kept: int | None = None,
+    ) -> None:
         self.choices = list(choices)
         self._client = client
+        self._deadline_s = deadline_s
+        self._kept = kept
+        self._scheduled_s: float | None = None
+        self._first_s: float | None = None
         self._by_id = {choice.request.request_id: choice for choice in choices}
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What becomes showable, in batches, until all choices have ended. Closing it early aborts them.
 
-        Raises Unavailable, QueueFull or GenerationFailed.
+        Raises Unavailable, QueueFull, DeadlineExceeded or GenerationFailed.
         """
-        async with self._client.submit([choice.request for choice in self.choices]) as stream:
+        async with (
+            self._client.submit([choice.request for choice in self.choices]) as stream,
+            self._limit(stream),
+        ):
             while outputs := await stream.next():
                 batch = []
                 for output in outputs:
                     choice = self._by_id[output.request_id]
+                    if self._first_s is None:
+                        self._note_first(output)
                     if output.finish_reason == "error":
                         raise GenerationFailed(
                             f"the engine ended this request: {output.error or 'no reason given'}"
@@ -141,6 +175,56 @@ class Generation:
                         batch.append(delta)
                 if batch:
                     yield batch
+
+    def _note_first(self, output: StepOutput) -> None:
+        if self._scheduled_s is None:
+            self._scheduled_s = output.scheduled_s
+        if output.tokens:
+            self._first_s = time.monotonic()
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and timings so far, for a log line; milliseconds from the arrival on, None for what has not come."""
+        usage = self.usage()
+        arrival_s = self.choices[0].request.arrival_s
+        reasons = Counter(choice.finish_reason or "abort" for choice in self.choices)
+        since = {"queue_ms": self._scheduled_s, "first_token_ms": self._first_s}
+        return {
+            "choices": len(self.choices),
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "finish_reason": next(iter(reasons)) if len(reasons) == 1 else dict(reasons),
+            **{name: None if at is None else round((at - arrival_s) * 1e3, 1) for name, at in since.items()},
+        }
+
+    @contextlib.asynccontextmanager
+    async def _limit(self, stream: OutputStream) -> AsyncIterator[None]:
+        """Lets the stream end with DeadlineExceeded when it is time."""
+        if self._deadline_s is None:
+            yield
+            return
+        error = DeadlineExceeded(
+            "the request took longer than its time limit; raise timeout_s or ask for less"
+        )
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(left_s, stream.give_up, error)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def answers(self) -> list[Choice]:
+        """The choices that the answer has, in its order; of those that best_of made, each prompt's best."""
+        if self._kept is None:
+            return self.choices
+        groups: dict[int, list[Choice]] = {}
+        for choice in self.choices:
+            groups.setdefault(id(choice.prompt), []).append(choice)
+        return [
+            choice
+            for group in groups.values()
+            for choice in sorted(group, key=lambda one: -one.logprob_per_token)[: self._kept]
+        ]
 
     def usage(self) -> dict[str, Any]:
         """Each prompt counts once, however many choices it has."""
@@ -194,7 +278,12 @@ def _check_token_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> 
 
 
 def sampling_params(
-    body: SamplingFields, info: EngineInfo, *, max_tokens: int, logprobs: int | None
+    body: SamplingFields,
+    info: EngineInfo,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The engine's parameters; raises InvalidRequest for token ids that the model does not have."""
     stop_token_ids = tuple(body.stop_token_ids or ())
@@ -214,6 +303,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -221,15 +311,22 @@ def _default(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def check_count(service: Service, prompts: int, n: int | None) -> None:
-    """Raises InvalidRequest for more choices than can ever be in progress."""
-    n = n or 1
+def check_count(service: Service, prompts: int, n: int, param: str = "n") -> None:
+    """Raises InvalidRequest for more choices than can ever be in progress; param is what says n."""
     if n * prompts > service.settings.max_queue:
         raise InvalidRequest(
-            f"{prompts} prompts with n={n} are {n * prompts} requests; this server takes at most "
+            f"{prompts} prompts with {param}={n} are {n * prompts} requests; this server takes at most "
             f"{service.settings.max_queue} at once",
-            param="n" if n > 1 else "prompt",
+            param=param if n > 1 else "prompt",
         )
+
+
+def deadline_of(service: Service, body: SamplingFields, arrival_s: float) -> float | None:
+    """When to give up, of time.monotonic(): after the request's own limit or the server's, whichever is less."""
+    limits = [
+        limit for limit in (body.timeout_s, service.settings.request_timeout_s or None) if limit is not None
+    ]
+    return arrival_s + min(limits) if limits else None
 
 
 def plan_choices(
@@ -237,11 +334,13 @@ def plan_choices(
     prompts: Sequence[tuple[PromptTokens, SamplingParams]],
     body: SamplingFields,
     *,
+    n: int,
     arrival_s: float,
     lists_stop_token: bool,
+    shows_logprobs: bool,
+    echo: bool = False,
 ) -> list[Choice]:
     """n choices of each prompt, numbered prompt by prompt."""
-    n = body.n or 1
     choices: list[Choice] = []
     for prompt, sampling in prompts:
         for i in range(n):
@@ -250,11 +349,29 @@ def plan_choices(
                 prompt.token_ids,
                 _with_seed(sampling, i),
                 arrival_s,
-                cache_salt=body.cache_salt,
+                body.priority or 0,
+                body.cache_salt,
             )
             stream = TextStream(service.codec.detokenizer(), body.stop)
-            choices.append(Choice(len(choices), request, prompt, stream, lists_stop_token))
+            choice = Choice(len(choices), request, prompt, stream, lists_stop_token, shows_logprobs)
+            choice.text_start = len(prompt.text) if echo else 0
+            choices.append(choice)
     return choices
+
+
+def prompt_entries(codec: TextCodec, choice: Choice) -> list[Entry]:
+    """The prompt's tokens as logprobs entries. Offsets are of the text as it was given, which may lack the space that a
+    tokenizer puts before a first word."""
+    stream = codec.detokenizer()
+    pieces = [stream.feed(token_id) for token_id in choice.prompt.token_ids]
+    decoded, shown = sum(map(len, pieces)), len(choice.prompt.text)
+    position = min(0, shown - decoded)
+    entries = []
+    first = Token(choice.prompt.token_ids[0])
+    for token, piece in zip((first, *choice.prompt_logprobs), pieces, strict=True):
+        entries.append(Entry(token, min(max(0, position), shown), known=token is not first))
+        position += len(piece)
+    return entries
 
 
 def _with_seed(sampling: SamplingParams, i: int) -> SamplingParams:

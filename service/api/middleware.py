@@ -1,15 +1,20 @@
-"""Around every request: the size of its body, one log line, one count."""
+"""Around every request: its id, one log line, one count, the size of its body, what becomes of a fault of ours."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable
+from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nybble.service.api.errors import REJECTIONS, respond_to
-from nybble.service.errors import BodyTooLarge
+from nybble.service.errors import BodyTooLarge, NybbleError
+from nybble.service.logs import with_fields
 
 logger = logging.getLogger("nybble.access")
 
@@ -17,10 +22,17 @@ logger = logging.getLogger("nybble.access")
 QUIET_ROUTES = frozenset(("/metrics", "/livez", "/readyz", "/health"))
 # nginx's status for a client that left before its answer; it is counted, never sent.
 CLIENT_CLOSED = 499
+REQUEST_ID = "X-Request-Id"
+# What may stand in a log line and a header as it came.
+_USABLE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class AccessLog:
-    """Counts and logs responses by route, never by path, so that a scan of paths makes no new series."""
+class RequestContext:
+    """Gives each request an id, the client's own if it is usable, and says it in the answer and in its log line.
+
+    Counts and logs responses by route, never by path, so that a scan of paths makes no new series. What the routes know
+    of a request's work stands in scope["state"]["summary"], a function that makes fields of the line.
+    """
 
     def __init__(self, app: ASGIApp, *, count: Callable[[str, int], None]) -> None:
         self._app = app
@@ -32,11 +44,15 @@ class AccessLog:
             return
         started_s = time.monotonic()
         status = CLIENT_CLOSED
+        request_id = _request_id(scope)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
         try:
@@ -48,8 +64,47 @@ class AccessLog:
             route = getattr(scope.get("route"), "path", "other")
             self._count(route, status)
             level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
-            elapsed_ms = (time.monotonic() - started_s) * 1000
-            logger.log(level, "%s %s %d %.1f ms", scope["method"], route, status, elapsed_ms)
+            if logger.isEnabledFor(level):
+                summary: Callable[[], dict[str, Any]] | None = state.get("summary")
+                fields = {
+                    "request_id": request_id,
+                    "method": scope["method"],
+                    "route": route,
+                    "status": status,
+                    "duration_ms": round((time.monotonic() - started_s) * 1000, 1),
+                    "error": state.get("error"),
+                    **(summary() if summary is not None else {}),
+                }
+                logger.log(level, "request", extra=with_fields(fields))
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID, "")
+    return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class Faults:
+    """An exception that nobody expected becomes a 500, logged once. It stands within the middleware that adds headers to
+    answers, so that a browser may read this one too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            logger.exception("request %s: an internal error", scope["state"]["request_id"])
+            await respond_to(NybbleError("an internal error; the server's log has it"))(scope, receive, send)
 
 
 class BodyLimit:
@@ -72,6 +127,8 @@ class BodyLimit:
             return
         if body is None:
             return
+        # From here on the time is ours, not the client's upload.
+        scope.setdefault("state", {})["arrival_s"] = time.monotonic()
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

@@ -1,9 +1,12 @@
 """Request bodies of /v1/completions and /v1/chat/completions, as OpenAI defines them, plus a few fields of other
-servers (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, return_token_ids, chat_template_kwargs).
+servers (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout_s, return_token_ids,
+chat_template_kwargs), and of /tokenize and /detokenize.
 
 Values are strict: a string is not a number. null means the default. A field that OpenAI has and we do not support
 is accepted only with the value that changes nothing (see Unsupported); a field that nobody knows is an error.
 `user`, `safety_identifier` and `prompt_cache_key` identify a caller; they are accepted and have no effect.
+
+Tool calls and structured output stand together in ToolFields and FormatFields: whoever adds them begins there.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,6 +34,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
+MAX_TIMEOUT_S = 86400.0
 
 # Refusals that carry the error object's code.
 INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
@@ -291,6 +296,16 @@ class SamplingFields(_Strict):
     repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
     logit_bias: LogitBias = ()
     ignore_eos: bool | None = Field(None, description="Go on after the model's end-of-sequence tokens.")
+    priority: int | None = Field(
+        None, ge=-(2**31), le=2**31 - 1, description="Of requests that wait, the least goes first. Default 0."
+    )
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        allow_inf_nan=False,
+        description="Give up after this many seconds, queue included. Default: the server's limit.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(
@@ -312,18 +327,46 @@ MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 class CompletionRequest(SamplingFields):
     prompt: Prompts
-    max_tokens: MaxTokens | None = Field(
-        None, description="At most this many tokens, and no more than the context leaves. Default 16."
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="At most this many tokens, and no more than the context leaves. Default 16. 0 needs echo: true.",
     )
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Report log probabilities, of this many alternatives too."
     )
-    echo: bool | None = Field(None, description="Put the prompt before the answer.")
-    best_of: Annotated[Any, Unsupported(1)] = None
+    echo: bool | None = Field(
+        None,
+        description="Put the prompt before the answer; with logprobs, its tokens' log probabilities too.",
+    )
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Make this many answers per prompt and give the n with the best log probability per token. "
+        "Default n. More than n cannot be streamed.",
+    )
     suffix: Annotated[Any, Unsupported("")] = None
 
 
-class ChatCompletionRequest(SamplingFields):
+class ToolFields(_Strict):
+    """Tool calls, which are not supported yet."""
+
+    function_call: Annotated[Any, Unsupported("none", "auto")] = None
+    functions: Annotated[Any, Unsupported([])] = None
+    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
+    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
+    tools: Annotated[Any, Unsupported([])] = None
+
+
+class FormatFields(_Strict):
+    """Structured output, which is not supported yet."""
+
+    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
+
+
+class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens.")
     max_completion_tokens: MaxTokens | None = Field(
@@ -335,18 +378,45 @@ class ChatCompletionRequest(SamplingFields):
         None, max_length=64, description="More variables for the model's chat template."
     )
     audio: Annotated[Any, Unsupported()] = None
-    function_call: Annotated[Any, Unsupported("none", "auto")] = None
-    functions: Annotated[Any, Unsupported([])] = None
     metadata: Annotated[Any, Unsupported({})] = None
+    moderation: Annotated[Any, Unsupported()] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
-    parallel_tool_calls: Annotated[Any, Unsupported(True, False)] = None
     prediction: Annotated[Any, Unsupported()] = None
+    prompt_cache_options: Annotated[Any, Unsupported({})] = None
     prompt_cache_retention: Annotated[Any, Unsupported()] = None
     reasoning_effort: Annotated[Any, Unsupported()] = None
-    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     store: Annotated[Any, Unsupported(False)] = None
-    tool_choice: Annotated[Any, Unsupported("none", "auto")] = None
-    tools: Annotated[Any, Unsupported([])] = None
     verbosity: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported()] = None
+
+
+# --- text and tokens ---
+
+
+class TokenizeRequest(_Strict):
+    """One of prompt and messages."""
+
+    model: str | None = Field(None, description="A name from /v1/models; may be left out.")
+    prompt: Annotated[str, AfterValidator(_text)] | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds its own (BOS). Default true with prompt, false with messages, whose "
+        "template writes them.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether the template ends with the head of an answer. Default true; with messages only.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=64, description="More variables for the template; with messages only."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Add token_strs, each token as the vocabulary has it."
+    )
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = Field(None, description="A name from /v1/models; may be left out.")
+    tokens: list[TokenId]

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_completion_create_params
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -77,8 +79,15 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "stream": "yes"}, "stream", INVALID),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", INVALID),
     ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", UNKNOWN),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", UNSUPPORTED),
-    ({"prompt": "x", "best_of": 2}, "best_of", UNSUPPORTED),
+    ({"prompt": "x", "best_of": 0}, "best_of", INVALID),
+    ({"prompt": "x", "best_of": 129}, "best_of", INVALID),
+    ({"prompt": "x", "best_of": 2, "n": 3}, "best_of", INVALID),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", INVALID),
+    ({"prompt": ["x"] * 3, "best_of": 100}, "best_of", INVALID),
+    ({"prompt": "x", "priority": 2**31}, "priority", INVALID),
+    ({"prompt": "x", "priority": "high"}, "priority", INVALID),
+    ({"prompt": "x", "timeout_s": 0}, "timeout_s", INVALID),
+    ({"prompt": "x", "timeout_s": float("inf")}, "timeout_s", INVALID),
     ({"prompt": "x", "suffix": "y"}, "suffix", UNSUPPORTED),
     ({"prompt": "x", "messages": USER}, "messages", UNKNOWN),
 ]
@@ -123,7 +132,31 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", INVALID),
 ]
 
-CASES = [(COMPLETIONS, *case) for case in BAD_COMPLETIONS] + [(CHAT, *case) for case in BAD_CHATS]
+BAD_TOKENS: list[tuple[str, dict[str, Any], str | None, str]] = [
+    ("/tokenize", {}, "prompt", INVALID),
+    ("/tokenize", {"prompt": "x", "messages": USER}, "prompt", INVALID),
+    ("/tokenize", {"prompt": 5}, "prompt", INVALID),
+    ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", INVALID),
+    ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs", INVALID),
+    ("/tokenize", {"prompt": "x", "model": "gpt-4"}, "model", "model_not_found"),
+    ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content", "missing_parameter"),
+    (
+        "/tokenize",
+        {"messages": USER, "chat_template_kwargs": {"tokenize": 1}},
+        "chat_template_kwargs",
+        INVALID,
+    ),
+    ("/tokenize", {"prompt": "x", "banana": 1}, "banana", UNKNOWN),
+    ("/detokenize", {}, "tokens", "missing_parameter"),
+    ("/detokenize", {"tokens": "x"}, "tokens", INVALID),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]", INVALID),
+    ("/detokenize", {"tokens": [512]}, "tokens", INVALID),
+    ("/detokenize", {"tokens": [True]}, "tokens[0]", INVALID),
+]
+
+CASES = (
+    [(COMPLETIONS, *case) for case in BAD_COMPLETIONS] + [(CHAT, *case) for case in BAD_CHATS] + BAD_TOKENS
+)
 
 
 def name_of(value: Any) -> str | None:
@@ -165,7 +198,7 @@ NEUTRAL = {
         "audio": None,
         "stream_options": None,
     },
-    COMPLETIONS: {"best_of": 1, "suffix": "", "top_k": -1, "logit_bias": {}, "stop": []},
+    COMPLETIONS: {"best_of": 1, "suffix": "", "top_k": -1, "logit_bias": {}, "stop": [], "priority": 0},
 }
 
 
@@ -245,3 +278,24 @@ def test_long_input_is_not_echoed(http: httpx.Client, body: dict[str, Any]) -> N
 def test_routes(http: httpx.Client, method: str, path: str, status: int, code: str) -> None:
     error = check_error(http.request(method, path), status)
     assert error["code"] == code and len(error["message"]) < 250
+
+
+@pytest.mark.parametrize(
+    ("path", "params"),
+    [(COMPLETIONS, completion_create_params), (CHAT, chat_completion_create_params)],
+    ids=["completions", "chat"],
+)
+def test_every_parameter_of_the_openai_client_works_or_is_refused_by_name(
+    http: httpx.Client, path: str, params: Any
+) -> None:
+    """Whatever version of it is installed: a parameter that is neither would be an unknown one."""
+    known = http.get("/openapi.json").json()["components"]["schemas"]
+    schema = known["CompletionRequest" if path == COMPLETIONS else "ChatCompletionRequest"]["properties"]
+    names = set(params.CompletionCreateParamsBase.__annotations__) | {"stream"}
+    assert names <= set(schema), "a parameter that the server does not know"
+    body = {"messages": USER} if path == CHAT else {"prompt": "x"}
+    for name in sorted(names):
+        if schema[name].get("description", "").startswith("Not supported"):
+            response = http.post(path, json=body | {name: {"x": 1}})
+            error = check_error(response, 400)
+            assert (error["param"], error["code"]) == (name, UNSUPPORTED)

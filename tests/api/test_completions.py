@@ -7,9 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny_tokenizer
 from fake_engine import EOS_AFTER_5, MAX_MODEL_LEN, reply
+from transformers import PreTrainedTokenizerFast
 
-from nybble.service.text import TextCodec
+from nybble.service.api.generation import Choice, PromptTokens, prompt_entries
+from nybble.service.engine.protocol import Request, SamplingParams, Token
+from nybble.service.text import TextCodec, TextStream
 
 TEXT = "Hello world, hello there! 🎉 你好"
 
@@ -91,6 +95,9 @@ def test_seeds_count_up_over_the_choices_of_a_prompt(http: httpx.Client, codec: 
         {},
         {"n": 3, "seed": 1},
         {"echo": True},
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 0, "n": 2, "return_token_ids": True},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
         {"stop": ["o w", "好"]},
         {"stop": "there", "logprobs": 2},
         {"logprobs": 0},
@@ -216,4 +223,74 @@ def test_identifiers_of_the_caller_have_no_effect(http: httpx.Client) -> None:
 def test_null_is_the_default(http: httpx.Client) -> None:
     plain = complete(http, prompt=TEXT)["choices"]
     names = "max_tokens temperature top_p top_k min_p n stop seed logprobs logit_bias stream stream_options echo suffix"
+    names += " best_of priority timeout_s"
     assert complete(http, prompt=TEXT, **dict.fromkeys(names.split()))["choices"] == plain
+
+
+def echoed(http: httpx.Client, prompt: Any, **options: Any) -> dict[str, Any]:
+    (choice,) = complete(http, prompt=prompt, echo=True, **options)["choices"]
+    return choice
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_echo_with_logprobs_scores_the_prompt(http: httpx.Client, codec: TextCodec, max_tokens: int) -> None:
+    ids = codec.encode(TEXT)
+    choice = echoed(http, TEXT, logprobs=1, max_tokens=max_tokens)
+    assert choice["text"] == TEXT + expected_text(codec, TEXT, max_tokens)
+    logprobs = choice["logprobs"]
+    count = len(ids) + max_tokens
+    assert all(len(values) == count for values in logprobs.values())
+    assert (
+        logprobs["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))] + [-0.25] * max_tokens
+    )
+    assert logprobs["top_logprobs"][0] is None and all(logprobs["top_logprobs"][1:])
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+    assert choice["finish_reason"] == "length"
+
+
+def test_echo_of_token_ids_is_scored_as_its_text_is(http: httpx.Client, codec: TextCodec) -> None:
+    by_text, by_ids = (echoed(http, p, logprobs=0, max_tokens=2) for p in (TEXT, list(codec.encode(TEXT))))
+    assert by_ids == by_text
+
+
+def test_a_prompt_of_one_token_has_no_score(http: httpx.Client) -> None:
+    choice = echoed(http, [100], logprobs=2, max_tokens=0)
+    assert choice["logprobs"]["token_logprobs"] == choice["logprobs"]["top_logprobs"] == [None]
+
+
+def test_max_tokens_0_needs_echo(http: httpx.Client) -> None:
+    answer = complete(http, prompt=TEXT, max_tokens=0, echo=True)
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == (TEXT, 0)
+    assert answer["choices"][0]["logprobs"] is None
+    refused = http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+
+
+def test_offsets_of_a_sentencepiece_prompt_are_those_of_the_text_as_given() -> None:
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.sentencepiece_style()))
+    prompt = PromptTokens(codec.encode("the lo"), "the lo")
+    request = Request("r", prompt.token_ids, SamplingParams(1), 0.0)
+    choice = Choice(0, request, prompt, TextStream(codec.detokenizer()), True, True)
+    choice.prompt_logprobs = tuple(Token(token, -1.0) for token in prompt.token_ids[1:])
+    entries = prompt_entries(codec, choice)
+    assert [codec.token_bytes(e.token.token_id) for e in entries] == [b" the", b" ", b"lo"]
+    assert [(e.start, e.known) for e in entries] == [(0, False), (3, True), (4, True)]
+
+
+@pytest.mark.parametrize(("n", "shown"), [(1, [0]), (2, [0, 1])])
+def test_best_of_gives_the_likeliest(http: httpx.Client, codec: TextCodec, n: int, shown: list[int]) -> None:
+    """The fake engine's tokens are the less likely the larger the seed."""
+    answer = complete(http, prompt=[TEXT, "Hello"], n=n, best_of=4, seed=3, max_tokens=3)
+    wanted = [expected_text(codec, prompt, 3, 3 + i) for prompt in (TEXT, "Hello") for i in shown]
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == list(enumerate(wanted))
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * 4 * 3, "all that was computed"
+    reverse = complete(http, prompt=TEXT, n=1, best_of=3, seed=-10, max_tokens=3, logprobs=0)["choices"][0]
+    assert reverse["text"] == expected_text(codec, TEXT, 3, -10)
+    assert reverse["logprobs"]["token_logprobs"] == [-0.25 + 10 / 1024] * 3
+
+
+def test_priority_reaches_the_engine_and_changes_no_text(http: httpx.Client) -> None:
+    plain = complete(http, prompt=TEXT)["choices"]
+    assert complete(http, prompt=TEXT, priority=-3, timeout_s=60)["choices"] == plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -133,3 +134,56 @@ async def test_an_unexpected_exception_is_an_error_object_too(codec: TextCodec, 
         assert (await metrics(local.http))[
             'nybble_http_requests_total{route="/v1/completions",status="500"}'
         ] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_too_slow_for_its_limit_is_504(codec: TextCodec, stream: bool) -> None:
+    async with local_app(codec) as local:
+        # The stop string holds all text back, so that no byte of the answer has left.
+        body = {"prompt": [SLOW, 100], "max_tokens": 200, "timeout_s": 0.12, "stream": stream, "n": 2}
+        body["stop"] = codec.decode([100]) * 200
+        response = await local.http.post("/v1/completions", json=body)
+        assert response.status_code == 504
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
+        assert local.client.in_flight == 0 and not local.client.fake.sequences
+        values = await metrics(local.http)
+        assert values['nybble_rejected_total{reason="deadline"}'] == 1
+        assert values['nybble_requests_total{finish_reason="abort"}'] == 2
+
+
+async def test_in_a_stream_that_has_begun_the_limit_is_its_last_event(codec: TextCodec) -> None:
+    async with local_app(codec, request_timeout_s=0.2) as local:
+        # The server's limit is less than the request's own.
+        body = {"prompt": [SLOW, 100], "max_tokens": 200, "timeout_s": 60, "stream": True}
+        response = await local.http.post("/v1/completions", json=body)
+        events = [event for event in response.text.split("\n\n") if event]
+        assert response.status_code == 200 and len(events) > 1
+        assert '"deadline_exceeded"' in events[-1] and "[DONE]" not in response.text
+        assert local.client.in_flight == 0
+        assert (await metrics(local.http))['nybble_rejected_total{reason="deadline"}'] == 1
+
+
+async def test_a_request_within_its_limit_is_untouched(codec: TextCodec) -> None:
+    async with local_app(codec, request_timeout_s=30) as local:
+        response = await local.http.post(
+            "/v1/completions", json={"prompt": "x", "timeout_s": 20, "stream": True}
+        )
+        assert response.text.endswith("data: [DONE]\n\n")
+
+
+async def test_retry_after_is_the_time_until_there_is_room(codec: TextCodec) -> None:
+    async with local_app(codec, max_queue=4) as local:
+        client = local.client
+        assert client.retry_after_s() == 1, "nothing has finished yet"
+        now = time.monotonic()
+        # Of late, one request every half second.
+        client._finish_times.extend(now - 5 + i / 2 for i in range(10))
+        assert [client.retry_after_s(places) for places in (1, 3, 7, 1000)] == [1, 2, 4, 60]
+        slow = {"prompt": [SLOW, 100], "max_tokens": 4, "n": 4}
+        running = asyncio.create_task(local.http.post("/v1/completions", json=slow))
+        while client.in_flight < 4:
+            await asyncio.sleep(0.001)
+        refused = await local.http.post("/v1/completions", json={"prompt": "x", "n": 3})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert (await running).status_code == 200

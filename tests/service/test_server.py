@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fake_engine
@@ -22,7 +23,8 @@ from fake_engine import CRASH_AFTER_3, SLOW
 from http_fixtures import ServerProcess, alive, run_server
 
 from nybble.service.engine.protocol import Loading
-from nybble.service.server import LoadingProgress
+from nybble.service.server import LoadingProgress, listen
+from nybble.service.settings import Settings
 
 
 @pytest.fixture
@@ -122,6 +124,80 @@ def test_a_crash_in_a_stream_is_one_error_event_and_the_engine_comes_back(
             )
 
 
+FAULTS = {
+    "killed": (CRASH_AFTER_3, "the engine process ended (exit code -9)"),
+    "hung": (fake_engine.HANG_AFTER_3, "it hangs and is killed"),
+    "out of memory": (fake_engine.NO_MEMORY_AFTER_3, "HIP out of memory"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_answer_under_way_ends_once_when_the_engine_fails(
+    folder: Path, tmp_path: Path, fault: str
+) -> None:
+    command, said = FAULTS[fault]
+    with run_server(folder, tmp_path / "log", "--step-timeout-s", "1") as server:
+        server.wait_listening()
+        server.wait_ready()
+        bodies = [
+            {"prompt": [command, 100], "max_tokens": 50, "stream": True},
+            {"prompt": [SLOW, 100], "max_tokens": 200, "stream": True, "n": 3},
+            {"prompt": [SLOW, 100], "max_tokens": 200},
+        ]
+        # The fault comes last, when the others are under way.
+        with ThreadPoolExecutor(3) as pool:
+            answers = []
+            for body in reversed(bodies):
+                answers.append(pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=30))
+                until(lambda: server.metrics()["nybble_requests_running"] >= 1)
+            whole, three, faulty = (answer.result() for answer in answers)
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_down"
+        assert whole.headers["retry-after"]
+        for response in (three, faulty):
+            events = [event.removeprefix("data: ") for event in response.text.split("\n\n") if event]
+            assert response.status_code == 200 and "[DONE]" not in events
+            errors = [event for event in events if '"error"' in event]
+            assert errors == events[-1:] and json.loads(errors[0])["error"]["code"] == "engine_down"
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        server.wait_ready()
+        metrics = server.metrics()
+        assert metrics["nybble_engine_restarts_total"] == 1
+        assert metrics['nybble_requests_total{finish_reason="error"}'] == 5 and accounted(metrics)
+        log = server.log.read_text()
+        assert said in log and "Traceback" not in log
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+def test_an_idle_engine_is_not_a_hung_one(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log", "--step-timeout-s", "0.4") as server:
+        server.wait_listening()
+        server.wait_ready()
+        for _ in range(2):
+            time.sleep(1.2)
+            body = {"prompt": [SLOW, 100], "max_tokens": 20}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert server.metrics()["nybble_engine_restarts_total"] == 0
+
+
+def test_a_server_that_was_stopped_and_goes_on_does_not_blame_its_engine(
+    folder: Path, tmp_path: Path
+) -> None:
+    with run_server(folder, tmp_path / "log", "--step-timeout-s", "0.5") as server:
+        server.wait_listening()
+        server.wait_ready()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=SLOW_BODY | {"stream": True}
+        ) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            os.kill(server.process.pid, signal.SIGSTOP)
+            time.sleep(2)
+            os.kill(server.process.pid, signal.SIGCONT)
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
+
+
 # --- signals ---
 
 
@@ -140,6 +216,27 @@ def test_sigterm_lets_running_requests_finish(folder: Path, tmp_path: Path) -> N
         assert server.process.wait(15) == 0
         assert not alive(engine_pid)
         assert "Traceback" not in server.log.read_text()
+
+
+def test_while_it_drains_it_answers_that_it_does(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        body = {"prompt": [SLOW, 100], "max_tokens": 30, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            os.kill(server.process.pid, signal.SIGTERM)
+            until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
+            ready = httpx.get(f"{server.url}/readyz")
+            assert ready.json()["status"] == "draining" and ready.headers["retry-after"]
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+            assert refused.headers["retry-after"]
+            assert httpx.get(f"{server.url}/livez").status_code == 200
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
+        assert server.process.wait(15) == 0
 
 
 def test_sigterm_ends_what_does_not_finish_in_time_with_an_error(folder: Path, tmp_path: Path) -> None:
@@ -261,14 +358,26 @@ def test_a_port_in_use_ends_with_one_sentence(folder: Path, tmp_path: Path) -> N
         port = taken.getsockname()[1]
         code, log = ended(folder, tmp_path, "--port", str(port))
     assert code == 1
-    assert log.splitlines()[-1].startswith(f"nybble: cannot listen on 127.0.0.1:{port}")
-    assert "Traceback" not in log
+    # And nothing was begun before it was known.
+    assert log.splitlines() == [
+        f"nybble: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port"
+    ]
+
+
+def test_a_name_with_several_addresses_has_one_port() -> None:
+    with listen(Settings(model="x", host="localhost", port=0)) as sockets:
+        ports = {one.getsockname()[1] for one in sockets}
+        assert len(ports) == 1
+        for one in sockets:
+            with socket.socket(one.family) as client:
+                client.settimeout(5)
+                client.connect(one.getsockname()[:2])
 
 
 def test_a_host_that_cannot_be_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
     code, log = ended(folder, tmp_path, "--host", "a..b")
     assert code == 1
-    assert log.splitlines()[-1] == "nybble: cannot listen on a..b:0; choose another --host or --port"
+    assert log.splitlines()[-1].startswith("nybble: cannot listen on a..b:0: ")
     assert "Traceback" not in log
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import pytest
 
@@ -77,3 +78,27 @@ def test_the_models_name_in_the_api(model: str, served: str, name: str) -> None:
 def test_every_knob_has_help(name: str) -> None:
     description = Settings.model_fields[name].description
     assert description and description.endswith(".")
+
+
+@pytest.mark.parametrize("keys", ["short", "with a space in it", "ümlaut-key-here", "long-enough,short"])
+def test_a_bad_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+    monkeypatch.setenv("NYBBLE_API_KEYS", keys)
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"model": "x"})
+    message = caught.value.message
+    assert message.startswith("NYBBLE_API_KEYS is not accepted: ") and "8 or more" in message
+    assert not any(key in message for key in keys.split(","))
+
+
+def test_keys_of_both_places_are_kept_as_digests(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    (tmp_path / "keys").write_text("key-number-three\n")
+    monkeypatch.setenv("NYBBLE_API_KEYS", "key-number-one, key-number-two,")
+    settings = load_settings({"model": "x", "api_key_file": str(tmp_path / "keys")})
+    wanted = {hashlib.sha256(f"key-number-{n}".encode()).digest() for n in ("one", "two", "three")}
+    assert settings.key_digests() == wanted
+    assert "key-number" not in repr(settings) + str(settings.model_dump())
+
+
+def test_an_empty_variable_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NYBBLE_API_KEYS", "")
+    assert load_settings({"model": "x"}).key_digests() == frozenset()

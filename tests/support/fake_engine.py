@@ -38,7 +38,7 @@ EOS = 2
 STEP_S = 0.002
 MAX_RUNNING = 8
 # Token ids beyond the tiny tokenizer's vocabulary, as the first token of a prompt.
-CRASH_AFTER_3, ERROR_AFTER_3, SLOW, EOS_AFTER_5 = range(500, 504)
+CRASH_AFTER_3, ERROR_AFTER_3, SLOW, EOS_AFTER_5, HANG_AFTER_3, NO_MEMORY_AFTER_3 = range(500, 506)
 
 # Files whose presence in the model folder changes how the engine starts.
 USER_ERROR, CRASH_AT_START, SLOW_LOAD, IGNORE_SHUTDOWN = (
@@ -127,6 +127,12 @@ class Fake:
             if time.monotonic() < sequence.next_s:
                 return None
             sequence.next_s = time.monotonic() + 0.05
+        if sequence.command == HANG_AFTER_3 and sequence.done == 3:
+            time.sleep(600)
+        if sequence.command == NO_MEMORY_AFTER_3 and sequence.done == 3:
+            raise RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB")
+        if sampling.max_tokens == 0:
+            return StepOutput(request.request_id, (), "length", prompt_logprobs=self.scores(request))
         token_id = reply(request.prompt, sampling.seed, sequence.done + 1)[-1]
         if sequence.command == EOS_AFTER_5 and sequence.done == 5 and not sampling.ignore_eos:
             token_id = EOS
@@ -140,17 +146,26 @@ class Fake:
             reason = "length"
         return StepOutput(
             request.request_id,
-            (self.token(token_id, sampling.logprobs),),
+            (self.token(token_id, sampling.logprobs, -0.25 - (sampling.seed or 0) / 1024),),
             reason,
             scheduled_s=time.monotonic() if first else None,
+            prompt_logprobs=self.scores(request) if first else (),
         )
 
     @staticmethod
-    def token(token_id: int, logprobs: int | None) -> Token:
+    def token(token_id: int, logprobs: int | None, logprob: float) -> Token:
         if logprobs is None:
             return Token(token_id)
         top = tuple((100 + i, -0.5 - i if i < 3 else float("-inf")) for i in range(logprobs))
-        return Token(token_id, -0.25, top)
+        return Token(token_id, logprob, top)
+
+    @classmethod
+    def scores(cls, request: Request) -> tuple[Token, ...]:
+        """A prompt's token at position i has the log-probability -i."""
+        count = request.sampling.prompt_logprobs
+        if count is None:
+            return ()
+        return tuple(cls.token(token, count, -float(i)) for i, token in enumerate(request.prompt) if i)
 
 
 def main(connection: Connection, config: EngineConfig) -> None:
@@ -179,6 +194,9 @@ def main(connection: Connection, config: EngineConfig) -> None:
             time.sleep(STEP_S)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+    except RuntimeError as error:  # as the engine process reports what it cannot go on after
+        connection.send(Failed(f"{type(error).__name__}: {error}", user_error=False))
+        raise SystemExit(1) from None
 
 
 def info(config: EngineConfig) -> EngineInfo:

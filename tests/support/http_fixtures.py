@@ -59,8 +59,8 @@ class ServerProcess:
     url: str = ""
 
     def wait_listening(self) -> None:
-        self._wait(lambda: re.search(r"listening on (http://\S+)", self.log.read_text()), "listen")
-        match = re.search(r"listening on (http://\S+)", self.log.read_text())
+        self._wait(lambda: re.search(r"listening on (https?://\S+)", self.log.read_text()), "listen")
+        match = re.search(r"listening on (https?://\S+)", self.log.read_text())
         assert match is not None
         self.url = match[1]
 

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 # A step with prompt rows may take this many times one without. Under the 3 that are promised, by what a prediction errs.
 STEP_RATIO = 2.3
 # Where the mere pass takes longer than that, rows that add this part of a usual step still come with it.
-LEAST_SHARE = 0.2
+LEAST_SHARE = 0.12
 # Without streams nobody waits for the next token, but a newcomer does for the chunk that is under way.
 IDLE_CHUNK_S = 0.5
+# From one step to the next the rows beside streams grow by this part, or this many, at most: the formula is only known near
+# where it was measured.
+_GROWTH, _GROWTH_ROWS = 0.25, 16
 # Of a measurement's weight, this is left when the next one comes.
-_FADING = 0.9
+_FADING = 0.85
 # Measured seconds count as at most this many times the expected ones: a hiccup of the machine is no new normal.
 _CLIP = 2.0
 _PAIRS = 1024.0  # rows x positions are counted in these
@@ -50,11 +53,12 @@ class CostModel:
 
     def observe(self, rows: Iterable[Rows], seconds: float) -> None:
         x = _features(rows)
-        if self.measured >= 3:
-            seconds = min(seconds, _CLIP * max(self._predict(x), 1e-6))
+        expected = max(self._predict(x), 1e-6) if self.measured >= 3 else max(seconds, 1e-6)
+        seconds = min(seconds, _CLIP * expected)
         self.measured += 1
-        # Relative errors count, not absolute ones: a short pass tells as much as a long one.
-        weight = 1 / max(seconds, 1e-9) ** 2
+        # Relative errors count, not absolute ones: a short pass tells as much as a long one. Relative to what was expected,
+        # or a device that becomes slower would be believed the less the slower it is.
+        weight = 1 / expected**2
         for i in range(3):
             self._targets[i] = _FADING * self._targets[i] + weight * x[i] * seconds
             for j in range(3):
@@ -74,17 +78,14 @@ def _features(rows: Iterable[Rows]) -> tuple[float, float, float]:
 
 
 def _least_squares(products: list[list[float]], targets: list[float]) -> tuple[float, float, float]:
-    """The coefficients, none below 0, that fit best. Where measurements do not tell two apart, the effect goes to the one
-    that grows with rows, so that larger chunks are approached step by step."""
-    kept = [0, 1, 2]
-    while kept:
+    """The coefficients that fit best, none below 0 and that of rows above it, since more rows without more time is noise.
+    Where measurements do not tell two apart, the effect goes to the rows: larger chunks are approached step by step."""
+    for kept in ((0, 1, 2), (0, 1), (1, 2), (1,)):
         matrix = [[products[i][j] + (1e-6 * products[i][i] if i == j else 0.0) for j in kept] for i in kept]
         found = _solve(matrix, [targets[i] for i in kept])
-        if found is not None and min(found) >= 0:
+        if found is not None and min(found) >= 0 and found[kept.index(1)] > 0:
             spread = dict(zip(kept, found, strict=True))
-            return spread.get(0, 0.0), spread.get(1, 0.0), spread.get(2, 0.0)
-        worst = kept[0] if found is None else kept[found.index(min(found))]
-        kept.remove(worst)
+            return spread.get(0, 0.0), spread[1], spread.get(2, 0.0)
     return 0.0, 0.0, 0.0
 
 
@@ -121,11 +122,11 @@ class Budget:
         self._held: list[Rows] = []
 
     def take(self, wanted: int, context: int, align: int = 1) -> int:
-        """How many of a prompt's next `wanted` rows, behind `context` positions, fit. If not all of them do, they end on a
-        multiple of `align` where they reach one."""
+        """How many of a prompt's next `wanted` rows, behind `context` positions, fit. If not all of them do, and they are
+        `align` or more, they end on a multiple of it."""
         count = self._fit(wanted, context)
-        if count < wanted:
-            count = max((context + count) // align * align - context, 0) or count
+        if align <= count < wanted:
+            count = (context + count) // align * align - context
         if count:
             self._taken.append(Rows(count, context))
         return count
@@ -170,6 +171,7 @@ class Pacer:
         self.most = most
         self.most_busy = most_busy
         self.model = CostModel()
+        self._last_busy = 0
         # bit length of the number of streams -> steps measured, and their mean seconds, older ones fading
         self._usual: dict[int, tuple[int, float]] = {}
 
@@ -183,7 +185,10 @@ class Pacer:
         if usual is None:
             # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
             usual = self.model.seconds([Rows(1, 0)])
-        return Budget(self.model, self.most, (STEP_RATIO - 1) * usual, LEAST_SHARE * usual)
+        most = self.most
+        if self._last_busy:
+            most = min(most, self._last_busy + max(int(self._last_busy * _GROWTH), _GROWTH_ROWS))
+        return Budget(self.model, most, (STEP_RATIO - 1) * usual, LEAST_SHARE * usual)
 
     def usual(self, streams: int) -> float | None:
         """Seconds of a step of this many streams without prompt rows, or of the most similar number measured."""
@@ -195,6 +200,8 @@ class Pacer:
     def observe(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
         """What a step took."""
         if prompts:
+            if streams:
+                self._last_busy = sum(r.count for r in prompts)
             usual = (self.usual(streams) or 0.0) if streams else 0.0
             self.model.observe(prompts, max(seconds - usual, 0.05 * seconds))
             return

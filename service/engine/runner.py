@@ -24,8 +24,8 @@ Flight = list[tuple[list[Sequence], Draft]]
 
 
 class Runner:
-    """Runs a step's decode rows and its prefill chunks as two forward passes: they take different GEMM paths, and the
-    decode pass has a fixed shape per batch size.
+    """Runs a step's decode rows and its prefill chunks as one forward pass, which reads the weights once, where the
+    attention back end takes both; otherwise as two.
 
     forward_seconds adds up the time inside the model, so that the engine can tell its own overhead.
     """
@@ -44,8 +44,11 @@ class Runner:
     def launch(self, step: Step) -> Flight:
         """Start a step. Sequences count its rows as computed from here on."""
         flight: Flight = []
-        if step.decode:
-            flight.append(self._pass("decode", [Chunk(s, 1) for s in step.decode]))
+        rows = [Chunk(s, 1) for s in step.decode]
+        if rows and step.prefill and self.model.attention.mixes_rows:
+            return [self._pass("prefill", rows + step.prefill)]
+        if rows:
+            flight.append(self._pass("decode", rows))
         if step.prefill:
             flight.append(self._pass("prefill", step.prefill))
         return flight

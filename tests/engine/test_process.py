@@ -78,6 +78,7 @@ def test_a_life(engine):
     assert before and all(isinstance(m, Loading) for m in before)
     assert before[-1].done_bytes == before[-1].total_bytes > 0
 
+    assert engine.receive().outputs == ()  # what loading has counted
     engine.pipe.send(request("a"))
     outputs = [engine.receive() for _ in range(5)]
     assert [o.outputs[0].finish_reason for o in outputs] == [None] * 4 + ["length"]

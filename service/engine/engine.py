@@ -162,7 +162,7 @@ class Engine:
         """After a step that failed for lack of memory: put it back, and ask for less from now on. Raises any other error.
 
         The youngest request makes room: it goes back to the queue, and fewer run together until one has finished. One that
-        is alone gets smaller chunks. When neither is possible, or did not help, it ends with an error.
+        is alone gets smaller chunks; when they are as small as can be, it ends with an error.
         """
         if not _is_out_of_memory(error):
             raise error
@@ -178,13 +178,12 @@ class Engine:
         if not scheduler.running:
             return []
         youngest = scheduler.running[-1]
-        if len(scheduler.running) > 1 and not youngest.made_room:
-            youngest.made_room = True
+        if len(scheduler.running) > 1:
             scheduler.preempt(youngest)
             scheduler.limit = len(scheduler.running)
             return []
         rows = sum(r.count for r in launched.rows)
-        if len(scheduler.running) == 1 and rows > self.info.block_size:
+        if rows > self.info.block_size:
             scheduler.pacer.most = max(rows // 2, self.info.block_size)
             return []
         first = youngest.scheduled_s if youngest.output_len == 0 else None

@@ -20,7 +20,6 @@ class Sequence:
     generated    how often each id was generated, kept only when a penalty needs it
     scored       prompt tokens from the second on with their log-probabilities, None unless asked for
     committed    leading blocks that are full and that the pool knows by their content (see KV blocks)
-    made_room    whether it has been sent back to the queue because the device ran out of memory
     cached       prompt tokens that needed no computing when the request first ran; None before
     """
 
@@ -33,7 +32,6 @@ class Sequence:
         "committed",
         "computed",
         "generated",
-        "made_room",
         "prompt_len",
         "random",
         "request",
@@ -52,7 +50,6 @@ class Sequence:
         self.computed = 0
         self.committed = 0
         self.cached: int | None = None
-        self.made_room = False
         self.blocks: list[int] = []
         self._keys: list[bytes] = []
         self.reserved: tuple[int, int] | None = None

@@ -4,60 +4,18 @@ import math
 
 import pytest
 import torch
-from model_folders import DATA, folders, prompts
+from engine_runs import MODEL, make, request, run
+from model_folders import folders, prompts
 
 from nybble.kernels.attention import Span
 from nybble.kernels.linear import RECORDER
-from nybble.service.engine.load import build_engine
-from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 from nybble.service.errors import ConfigError
 from nybble.service.models import Batch
-
-MODEL = DATA / "llama-ct-g32"
-
-
-def make(model=MODEL, **config):
-    defaults = {
-        "dtype": "float32",
-        "device": "cpu",
-        "lm_head": "keep",
-        "kv_cache_bytes": 16 << 20,
-        "threads": 1,
-    }
-    return build_engine(EngineConfig(str(model), **(defaults | config)))
 
 
 @pytest.fixture(scope="module")
 def engine():
     return make()
-
-
-def request(name, prompt, max_tokens=20, **sampling):
-    fields = {"temperature": 0.0, "ignore_eos": True} | sampling
-    return Request(name, tuple(prompt), SamplingParams(max_tokens, **fields), 0.0)
-
-
-def run(engine, *requests, stagger=0):
-    """All token ids per request id; `stagger` steps pass between one add and the next."""
-    tokens = {r.request_id: [] for r in requests}
-    finished = {}
-    pending = list(requests)
-    idle = 0
-    while pending or engine.has_work:
-        if pending and idle <= 0:
-            engine.add(pending.pop(0))
-            idle = stagger
-            if pending and not stagger:
-                continue
-        idle -= 1
-        for out in engine.step():
-            tokens[out.request_id] += [t.token_id for t in out.tokens]
-            if out.finish_reason:
-                finished[out.request_id] = out
-    assert set(finished) == set(tokens)
-    stats = engine.stats()
-    assert stats.running == stats.waiting == 0 and stats.kv_usage_ratio == 0
-    return tokens
 
 
 def reference(model=MODEL):
@@ -277,11 +235,12 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     engine.step()
     engine.add(request("other", prompt, 5))
     head.__class__ = Broken
-    out = engine.step()  # decode of "victim" is row 0; "other" prefills: row 0 of its own pass
+    out = {o.request_id: o for o in engine.step()}  # the row of "victim", which decodes, comes first
     head.__class__ = Broken.__mro__[1]
-    assert {o.finish_reason for o in out} == {"error"}
-    assert "not finite" in out[0].error
-    assert engine.stats().nonfinite == 2
+    assert out["victim"].finish_reason == "error" and "not finite" in out["victim"].error
+    assert [t.token_id for t in out["other"].tokens] == greedy[:1]
+    assert engine.stats().nonfinite == 1 and engine.stats().finished == {"error": 1}
+    engine.abort("other")
     assert run(engine, request("next", prompt, 10))["next"] == greedy[:10]
 
 

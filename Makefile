@@ -7,7 +7,7 @@
 #   PYTEST_ARGS      passed to pytest by every test target
 #
 # test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
-# test-packages runs the linear kernels that call a package of their own on that package.
+# test-packages runs the linear kernels that call a package of their own on that package, and nvrtc, which needs no GPU.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -23,7 +23,8 @@ CSRC := $(wildcard csrc/*.h csrc/*.hip csrc/*.cu csrc/*.cpp)
 
 # Beside .venv and without their dependencies: nothing here may bring another torch.
 ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
-	humming-kernels==0.1.20 tabulate==0.10.0 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1
+	humming-kernels==0.1.20 tabulate==0.10.0 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1 \
+	nvidia-cuda-nvrtc==13.5.37
 
 .PHONY: serve test test-slow test-checkpoints test-mutations test-rdna test-packages test-wheel venv lint format clean
 
@@ -53,7 +54,8 @@ test-rdna:
 
 test-packages: build/packages/.installed
 	@$(READY) test
-	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py $(PYTEST_ARGS)
+	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py \
+		tests/kernels/native tests/service/test_warm.py $(PYTEST_ARGS)
 
 build/packages/.installed: Makefile
 	@$(READY) test

@@ -181,7 +181,7 @@ def warm(
     ] = None,
 ) -> None:
     """Compile the GPU kernels of a chip ahead, without that GPU (AMD: needs clang and lld; NVIDIA: needs nvrtc)."""
-    from nybble.service.settings import default_kernel_cache
+    from nybble.service.folders import kernel_cache_folder
     from nybble.service.warm import Wanted, warm_chip
 
     wanted = Wanted(
@@ -192,6 +192,6 @@ def warm(
     tidy_on_sigterm()
     try:
         for chip in dict.fromkeys(arch):
-            warm_chip(chip, wanted, output or default_kernel_cache())
+            warm_chip(chip, wanted, output or kernel_cache_folder())
     except ConfigError as error:
         raise UsageError(error.message) from None

@@ -7,7 +7,6 @@ flags, since every user of a machine sees the command lines of all.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,18 +22,8 @@ ENV_PREFIX = "NYBBLE_"
 ENGINE_FIELDS = (
     *("dtype", "device", "max_model_len", "max_running", "block_size", "kv_cache_bytes", "memory_fraction"),
     *("prefill_tokens", "prefill_tokens_busy", "prefix_cache", "lm_head", "dense_copies", "threads"),
-    *("gemm_sample_every", "kernel_cache_shared"),
+    *("gemm_sample_every", "kernel_cache", "kernel_cache_shared"),
 )
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/nybble, or ~/.cache/nybble."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nybble"
-
-
-def default_kernel_cache() -> Path:
-    """Where compiled kernels are kept unless told otherwise."""
-    return cache_folder() / "kernels"
 
 
 MIN_KEY_CHARS = 8
@@ -177,9 +166,7 @@ class Settings(BaseSettings):
 
     def engine_config(self, folder: str) -> EngineConfig:
         """What the engine process is told. folder: where MODEL was found."""
-        kernel_cache = self.kernel_cache or str(default_kernel_cache())
-        same = {name: getattr(self, name) for name in ENGINE_FIELDS}
-        return EngineConfig(model=folder, kernel_cache=kernel_cache, **same)
+        return EngineConfig(model=folder, **{name: getattr(self, name) for name in ENGINE_FIELDS})
 
     def log_config(self) -> LogConfig:
         return LogConfig(self.log_level.upper(), self.log_format)

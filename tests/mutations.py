@@ -164,6 +164,34 @@ FAULTS = (
         "tests/kernels/test_linear.py -k every_cpu_path",
     ),
     Fault(
+        "compiled code taken from the cache unchecked",
+        "kernels/native/cache.py",
+        "if hashlib.sha256(code).digest() != sha:",
+        "if False:",
+        "tests/kernels/native/test_cache.py -k damaged",
+    ),
+    Fault(
+        "one specialisation's code taken for another's",
+        "kernels/native/build.py",
+        "str(len(program.defines)), *program.defines, arch]",
+        "str(len(program.defines)), arch]",
+        "tests/kernels/native/test_build.py -k key",
+    ),
+    Fault(
+        "HIP's argument list ended as CUDA's",
+        "kernels/native/driver.py",
+        "extra_end = 3",
+        "extra_end = 0",
+        "tests/kernels/native/test_driver.py -k carries",
+    ),
+    Fault(
+        "shared memory taken back by a smaller launch",
+        "kernels/native/driver.py",
+        "if shared_bytes > self._allowed_bytes:",
+        "if shared_bytes > _NO_OPT_IN_BYTES:",
+        "tests/kernels/native/test_driver.py -k 48_kib",
+    ),
+    Fault(
         "self-check that accepts anything",
         "kernels/selfcheck.py",
         "if error_norm <= tolerance:",
@@ -178,10 +206,10 @@ FAULTS = (
         "tests/engine/test_engine.py -k selfcheck",
     ),
     Fault(
-        "skinny routed beyond what LDS holds",
+        "skinny routed beyond its rows",
         "kernels/linear/route.py",
-        "if km <= limits.skinny_max_km:",
-        "if km <= 2 * limits.skinny_max_km:",
+        "m <= limits.skinny_max_m:",
+        "m <= 2 * limits.skinny_max_m:",
         "tests/kernels/test_linear.py -k routes",
     ),
     Fault(

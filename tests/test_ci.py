@@ -214,7 +214,7 @@ results=$(sed -n 's/.*--junitxml=\\([^ ]*\\).*/\\1/p' <<<"${2:-}")
 
 
 class Clone:
-    """A folder with nothing but .ci in it, and a `make` that only pretends."""
+    """A folder with nothing but .ci in it, and a `make` and a package manager that only pretend."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a clone"
@@ -224,7 +224,10 @@ class Clone:
         make = folder / "bin/make"
         make.parent.mkdir()
         make.write_text(FAKE_MAKE)
-        make.chmod(0o755)
+        (make.parent / "dpkg").write_text('#!/bin/sh\n[ ! -e "$PREPARED/bare" ]\n')
+        (make.parent / "apt-get").write_text('#!/bin/sh\necho "$@" >>"$PREPARED/apt"; [ "$5" != lld-22 ]\n')
+        for command in make.parent.iterdir():
+            command.chmod(0o755)
         for target in ("test", "test-slow", "test-checkpoints", "test-rdna", "test-packages", "test-wheel"):
             (self.prepared / f"{target}.xml").write_text(junit(PASS))
         self.env = {k: v for k, v in os.environ.items() if k not in ("NYBBLE_CHECKPOINTS", "RDNA_TINYGRAD")}
@@ -257,6 +260,15 @@ def test_run_is_green_and_says_what_it_left_out(clone: Clone) -> None:
     assert code == 0, text
     assert last_line(text) == "4 passed, 0 failed, 2 skipped"
     assert text.index("fake make test checkpoints=unset") < text.index("fake make test-wheel")
+
+
+def test_run_installs_the_compilers_that_are_missing_and_goes_on_without(clone: Clone) -> None:
+    (clone.prepared / "bare").touch()
+    code, text = clone.run()
+    assert code == 0, text
+    asked = (clone.prepared / "apt").read_text().splitlines()
+    assert [line.split()[-1] for line in asked] == ["-qq", "clang-22", "lld-22", "libamdhip64-5"]
+    assert "lld-22 could not be installed" in text and "clang-22 could not" not in text
 
 
 def test_run_finds_checkpoints_beside_the_clone_for_their_suite_alone(clone: Clone) -> None:

@@ -1,7 +1,8 @@
 """The RDNA hybrid: one packed weight in the skinny layout, read by every path. On CUDA too, where it is developed.
 
-Paths: "triton", fused dequantisation in a Triton GEMM (see triton_skinny.py). The rows of the kernel table that need
-Triton stand here and import it only when they run, so that a host without it can still read the table.
+Paths: "skinny", the csrc kernel for up to 16 rows (skinny.py), and "triton", fused dequantisation in a Triton GEMM
+(triton_skinny.py). The rows of the kernel table that need Triton stand here and import it only when they run, so that a
+host without it can still read the table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.packing import PER_WORD, W4A16Weight
 from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE, SkinnyWeight
-from nybble.kernels.target import Target
+from nybble.kernels.target import Target, detect
 from nybble.kernels.tiles import tile_for
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -42,7 +43,7 @@ def declined(config: LinearConfig, group_sizes: tuple[int, ...]) -> str | None:
 
 class Hybrid(LinearKernel):
     name = "hybrid"
-    paths = ("triton",)
+    paths = ("skinny", "triton")
 
     def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
         if not (target.is_rdna or _is_recent_cuda(target)):
@@ -61,22 +62,48 @@ class Hybrid(LinearKernel):
 
     def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> SkinnyWeight:
         from nybble.kernels import skinny_layout
-        from nybble.kernels.linear.triton_skinny import arch_of
+        from nybble.kernels.linear import skinny
 
-        return skinny_layout.pack(weight, arch=arch_of(device), device=device)
+        target = detect(device)
+        packed = skinny_layout.pack(weight, arch=target.arch, device=device)
+        skinny.compile_ahead(target, packed, config.dtype)
+        if device.type == "cuda":
+            # The skinny kernel may read weights before the launch ahead of it has ended: that must not be the packing.
+            torch.cuda.current_stream(device).synchronize()
+        return packed
 
     def apply(
         self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str
     ) -> torch.Tensor:
-        from nybble.kernels.linear.triton_skinny import skinny_gemm
+        if path == "skinny":
+            from nybble.kernels.linear.skinny import skinny_gemm
 
-        y: torch.Tensor = skinny_gemm(x, state.words, state.scales, state.zeros, bias, state.group_size)
+            return skinny_gemm(
+                x, state.words, state.scales, state.zeros, bias, state.group_size, dependent=True
+            )
+        from nybble.kernels.linear.triton_skinny import skinny_gemm as triton_gemm
+
+        y: torch.Tensor = triton_gemm(x, state.words, state.scales, state.zeros, bias, state.group_size)
         return y
 
     def nbytes(self, state: SkinnyWeight) -> int:
         return state.nbytes
 
     def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
+        if path == "skinny":
+            from nybble.kernels.linear.skinny import plan_for
+
+            return str(
+                plan_for(
+                    target,
+                    m,
+                    config.n,
+                    config.k,
+                    config.group_size,
+                    config.dtype.itemsize,
+                    not config.symmetric,
+                )
+            )
         from nybble.kernels.linear.triton_skinny import table_name
 
         return _tile(config, target, m, table_name(target.arch)) if path == "triton" else None

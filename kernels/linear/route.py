@@ -6,8 +6,8 @@
       |-- otherwise ---------------------> "triton"   fused dequantisation on the same packed weights
       `-- no GPU kernel fits ------------> "cpu" or "general"
 
-The limits are data, per chip. Starting values (M <= 5, K*M <= 39321 = int(1.2 * 32768) elements of LDS) are what
-others ship; gfx115x walks K in chunks and has no K*M limit.
+The limits are data, per chip. The skinny kernel is made for one matrix tile of rows, 16, and keeps no activations in LDS,
+so that K*M has no limit.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ PATHS = ("skinny", "dense", "triton", "cpu", "general")
 
 @dataclass(frozen=True, slots=True)
 class RouteLimits:
-    """skinny_max_m: most rows for the skinny kernel. skinny_max_km: most K*M elements it can stage in LDS, None for
-    no limit. dense_min_m: fewest rows at which a dense copy is faster than fused dequantisation."""
+    """skinny_max_m: most rows for the skinny kernel. dense_min_m: fewest rows at which a dense copy is faster than fused
+    dequantisation."""
 
-    skinny_max_m: int = 5
-    skinny_max_km: int | None = 39321
+    skinny_max_m: int = 16
     dense_min_m: int = 256
 
 
 # First prefix that matches the target's arch wins; the empty prefix is the default.
 LIMITS: tuple[tuple[str, RouteLimits], ...] = (
-    ("gfx115", RouteLimits(skinny_max_km=None)),
     # Zen 4, 2 threads, bf16, N=3072 K=576: int4 177 us against dense 336 us at M=8, 342 against 413 at M=16,
     # 686 against 543 at M=32.
     ("x86_64", RouteLimits(dense_min_m=24)),
@@ -62,13 +60,7 @@ def decide(m: int, config: LinearConfig, target: Target, available: Collection[s
         raise ValueError(f"route: given M={m}, accepted M >= 0")
     limits = limits_for(target)
     if "skinny" in available and m <= limits.skinny_max_m:
-        km = config.k * m
-        if limits.skinny_max_km is None:
-            return Decision("skinny", f"M={m} <= {limits.skinny_max_m}, K walked in chunks")
-        if km <= limits.skinny_max_km:
-            return Decision(
-                "skinny", f"M={m} <= {limits.skinny_max_m} and K*M={km} <= {limits.skinny_max_km}"
-            )
+        return Decision("skinny", f"M={m} <= {limits.skinny_max_m}: one read of the packed weights")
     if "dense" in available and m >= limits.dense_min_m:
         return Decision("dense", f"a dense copy exists and M={m} >= {limits.dense_min_m}")
     for path, reason in (

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nybble.kernels.linear import triton_skinny
+from nybble.kernels.linear import operands, triton_skinny
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows, unpack_rows
 from nybble.kernels.tiles import Tile, tile_for
 
 GROUP_SIZES = (32, 64, 128, 256)
-DTYPES = triton_skinny.DTYPES
+DTYPES = operands.DTYPES
 _CHUNK_COLUMNS = 256
 
 
@@ -280,7 +280,7 @@ def check_arguments(
     group_size: int,
 ) -> None:
     """Raise ValueError unless the arguments are what `kn_gemm` documents (group_size -1 already replaced by K)."""
-    given = triton_skinny.given
+    given = operands.given
     if x.ndim != 2 or x.dtype not in DTYPES:
         raise ValueError(f"x: given {given(x)}, accepted float16 or bfloat16 [M, K]")
     k = x.shape[1]
@@ -299,4 +299,4 @@ def check_arguments(
         )
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
         raise ValueError(f"bias: given {given(bias)}, accepted contiguous {x.dtype} [{n}]")
-    triton_skinny.check_placement(x, {"words": words, "scales": scales, "zeros": zeros, "bias": bias})
+    operands.check_placement(x, {"words": words, "scales": scales, "zeros": zeros, "bias": bias})

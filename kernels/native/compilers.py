@@ -26,10 +26,11 @@ from nybble.kernels.native.libraries import Library, open_library
 from nybble.kernels.native.program import Program, Sources
 
 STANDARD = "-std=c++17"
+# Without the id that clang makes of a file's path, the same text makes the same bytes.
 # Code objects of version 5 load on every ROCm from 5.7 on; clang's own default moves with its releases.
 CLANG_OPTIONS = (
     *("-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib"),
-    *("-O3", STANDARD, "-mcode-object-version=5"),
+    *("-O3", STANDARD, "-mcode-object-version=5", "-fuse-cuid=none"),
 )
 HIPRTC_OPTIONS = ("-O3", STANDARD)
 NVRTC_OPTIONS = (STANDARD,)
@@ -246,16 +247,22 @@ class Clang(Compiler):
                 path = Path(folder, "csrc", name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
-            command = [self.command, *self.options(arch), *_macros(program), "-o", f"{folder}/code"]
-            command += [f"-I{folder}/csrc", f"{folder}/csrc/{program.source}"]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+            command = [self.command, *self.options(arch), *_macros(program), "-Icsrc", "-o", "code"]
+            done = subprocess.run(
+                [*command, f"csrc/{program.source}"],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
             if done.returncode != 0:
-                raise self._failure(program, arch, done.stderr.replace(f"{folder}/", "") + _linker_hint(done))
+                raise self._failure(program, arch, done.stderr + _linker_hint(done.stderr))
             return Path(folder, "code").read_bytes()
 
 
-def _linker_hint(done: subprocess.CompletedProcess[str]) -> str:
-    if "doesn't exist" not in done.stderr and "invalid linker" not in done.stderr:
+def _linker_hint(errors: str) -> str:
+    if "doesn't exist" not in errors and "invalid linker" not in errors:
         return ""
     return "\nclang's linker may be missing: `apt-get install lld-22`, of the same version as clang"
 

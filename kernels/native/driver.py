@@ -80,8 +80,9 @@ class CudaDriver(Driver):
     name = "CUDA"
     extra_end = 0
 
-    def __init__(self) -> None:
-        self._api = open_library("CUDA's driver", "libcuda", libraries.cuda_places(), "cuLaunchKernel").cdll
+    def __init__(self, api: ctypes.CDLL | None = None) -> None:
+        """api: the library; None finds it, or raises LibraryNotFound."""
+        self._api = api or _open("CUDA's driver", "libcuda", libraries.cuda_places(), "cuLaunchKernel")
         self.launch = _launcher(self._api.cuLaunchKernel)
         if hasattr(self._api, "cuLaunchKernelEx"):
             self.launch_ex = self._api.cuLaunchKernelEx
@@ -135,15 +136,16 @@ class HipDriver(Driver):
     name = "HIP"
     extra_end = 3
 
-    def __init__(self) -> None:
-        self._api = open_library(
+    def __init__(self, api: ctypes.CDLL | None = None) -> None:
+        """api: the library; None finds it, or raises LibraryNotFound."""
+        self._api = api or _open(
             "the HIP runtime", "libamdhip64", libraries.hip_places(), "hipModuleLaunchKernel"
-        ).cdll
+        )
         self._api.hipGetErrorString.restype = ctypes.c_char_p
         self.launch = _launcher(self._api.hipModuleLaunchKernel)
 
     def load(self, code: bytes, entry: str, index: int) -> int:
-        with torch.cuda.device(index):
+        with self._device(index):
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             self.check(self._api.hipModuleLoadData(ctypes.byref(module), code), "hipModuleLoadData")
             self.check(
@@ -166,6 +168,20 @@ class HipDriver(Driver):
     def error(self, status: int) -> str:
         text = self._api.hipGetErrorString(status) or b"unknown error"
         return f"{text.decode()} (HIP error {status})"
+
+    @contextmanager
+    def _device(self, index: int) -> Iterator[None]:
+        before = ctypes.c_int()
+        self.check(self._api.hipGetDevice(ctypes.byref(before)), "hipGetDevice")
+        self.check(self._api.hipSetDevice(index), "hipSetDevice")
+        try:
+            yield
+        finally:
+            self._api.hipSetDevice(before)
+
+
+def _open(what: str, stem: str, places: Iterator[str], needs: str) -> ctypes.CDLL:
+    return open_library(what, stem, places, needs).cdll
 
 
 def _launcher(function: Any) -> Callable[..., int]:
@@ -247,7 +263,9 @@ class Launch:
             raise DriverError(self._failure(status))
 
     def _set_up(self, launch: Callable[..., int]) -> None:
-        fixed = (self.kernel.function, *self.grid, *self.threads, self.shared_bytes)
+        # Ready-made objects: turning 8 Python integers into C's at each call took half a microsecond.
+        shape = map(ctypes.c_uint, (*self.grid, *self.threads, self.shared_bytes))
+        fixed = (ctypes.c_void_p(self.kernel.function), *shape)
         extra = self._extra_address
         self._start: Callable[[int], int] = lambda stream: launch(*fixed, stream, None, extra)
 
@@ -258,7 +276,8 @@ class Launch:
         config = self._config = _LaunchConfig(
             self.grid, self.threads, self.shared_bytes, None, ctypes.pointer(self._attribute), 1
         )
-        fixed = (ctypes.addressof(config), self.kernel.function, None, self._extra_address)
+        where, function = ctypes.c_void_p(ctypes.addressof(config)), ctypes.c_void_p(self.kernel.function)
+        fixed = (where, function, None, self._extra_address)
 
         def start(stream: int) -> int:
             config.stream = stream

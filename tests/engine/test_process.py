@@ -77,6 +77,8 @@ def test_a_life(engine):
     assert info.architecture == "LlamaForCausalLM"
     assert before and all(isinstance(m, Loading) for m in before)
     assert before[-1].done_bytes == before[-1].total_bytes > 0
+    ready = engine.receive()
+    assert ready.outputs == () and ready.stats.started == 0 and ready.stats.jit_compiles == {}
 
     assert engine.receive().outputs == ()  # what loading has counted
     engine.pipe.send(request("a"))

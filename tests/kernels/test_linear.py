@@ -117,11 +117,10 @@ HYBRID = ("skinny", "triton")
     ("m", "k", "target", "available", "path"),
     [
         (1, 4096, STRIX, HYBRID, "skinny"),
-        (5, 20992, STRIX, HYBRID, "skinny"),
-        (5, 20992, RADEON, HYBRID, "triton"),
-        (5, 7865, RADEON, HYBRID, "triton"),
-        (5, 7864, RADEON, HYBRID, "skinny"),
-        (6, 576, STRIX, HYBRID, "triton"),
+        (16, 20992, STRIX, HYBRID, "skinny"),
+        (16, 20992, RADEON, HYBRID, "skinny"),
+        (17, 576, RADEON, HYBRID, "triton"),
+        (17, 576, STRIX, HYBRID, "triton"),
         (256, 576, STRIX, (*HYBRID, "dense"), "dense"),
         (255, 576, STRIX, (*HYBRID, "dense"), "triton"),
         (2, 576, STRIX, ("triton",), "triton"),
@@ -147,8 +146,8 @@ def test_the_route_table_covers_every_m_once():
     config = LinearConfig(4096, 64, torch.float16, 32, True)
     table = route_table(config, RADEON, (*HYBRID, "dense"), describe)
     assert [(r.first, r.last, r.path, r.tile) for r in table] == [
-        (1, 5, "skinny", "small"),
-        (6, 100, "triton", "small"),
+        (1, 16, "skinny", "small"),
+        (17, 100, "triton", "small"),
         (101, 255, "triton", "large"),
         (256, None, "dense", None),
     ]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nybble.kernels.linear import operands
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import SkinnyWeight, pack
@@ -170,7 +171,7 @@ def test_bad_arguments_are_named(case: str):
 def test_another_device_is_refused():
     elsewhere = {**_arguments(), "scales": torch.zeros(16, 2, dtype=FP16, device="meta")}
     with pytest.raises(ValueError, match="scales: given meta, accepted x's device"):
-        triton_skinny.check_arguments(**elsewhere)
+        operands.check(**elsewhere)
 
 
 def test_n_must_divide_by_8_with_zero_points():

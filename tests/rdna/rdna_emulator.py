@@ -108,6 +108,15 @@ def _tinygrad() -> Any:
     sys.path.insert(0, checkout)
     from test.mockgpu.amd import emu
 
+    plain = emu._iattr
+
+    def attribute(instruction: Any, name: str, default: int = 0) -> int:
+        # RDNA4 says in the lowest bit of its temporal hint what RDNA3 says in glc: that an atomic returns the old value.
+        if name == "glc" and hasattr(instruction, "th"):
+            return int(plain(instruction, "th", default)) & 1
+        return int(plain(instruction, name, default))
+
+    emu._iattr = attribute
     return emu
 
 

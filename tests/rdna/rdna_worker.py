@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rdna_device import Launch, counts, pretend, resources
 
-from nybble.kernels.linear import triton_kn, triton_skinny
+from nybble.kernels.linear import operands, triton_kn, triton_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
@@ -54,7 +54,7 @@ def skinny(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launc
         if case.get("short_scales"):  # what the launcher's checks are there to stop
             args = (x, packed.words, packed.scales[:-8].clone(), *args[3:])
         else:
-            triton_skinny.check_arguments(*args)
+            operands.check(*args)
         gluon = case.get("kernel", "skinny_rdna") == "skinny_rdna"
         restore = triton_skinny._gluon_kernel
         if not gluon:

@@ -41,6 +41,9 @@ STATS = EngineStats(
     nonfinite=5,
     kv_usage_ratio=0.25,
     gemm_calls={("cpu", "decode"): 40, ("cpu", "prefill"): 2},
+    jit_compiles={"skinny_w4a16": 12},
+    jit_cache_hits={"skinny_w4a16": 3},
+    jit_compile_seconds=4.5,
 )
 
 
@@ -69,6 +72,9 @@ def scrape(metrics: Metrics) -> dict[str, float]:
         ("nybble_nonfinite_total", 5),
         ("nybble_kv_cache_usage_ratio", 0.25),
         ('nybble_gemm_calls_total{path="cpu",phase="decode"}', 40),
+        ('nybble_jit_compiles_total{kernel="skinny_w4a16"}', 12),
+        ('nybble_jit_cache_hits_total{kernel="skinny_w4a16"}', 3),
+        ("nybble_jit_compile_seconds_total", 4.5),
         ('nybble_memory_bytes{pool="weights"}', 600),
         ("nybble_memory_budget_bytes", 1000),
         ("nybble_dense_cache_budget_bytes", 200),

@@ -1,0 +1,164 @@
+// y[M, N] = x[M, K] @ dequantised(w)[N, K]^T + bias for few rows M: the decode step of a W4A16 layer.
+//
+// All that this costs is reading w once; everything else has to hide behind that.
+//
+//   the layout of w          a row of K int4 weights: K/2 bytes (the stride may be larger)
+//
+//     granule 0        granule 1        granule 2              one granule = 16 bytes = 32 consecutive k of one row:
+//     [w0 w1 w2 w3]    [w0 w1 w2 w3]    [ ...                  what one lane loads at once, and never in two groups
+//      |
+//      `- word: k = 0..7   bits  0-15: v0 v2 v4 v6   16-31: v1 v3 v5 v7   (four bits each, low first)
+//         so after a shift by 4p, bits 0-3 and 16-19 are the pair (v[2p], v[2p+1])
+//
+//   scales [N, K/G]: one per row and group of G. Zero points [N/8, K/G]: a word holds those of eight rows, row n's at
+//   bits 4 (n % 8); without them z = 8.   w = (q - z) * scale
+//
+//   who does what            a block owns ROWS rows of w; its waves, and the blocks that share those rows (splits),
+//                            cut K into slices of whole steps
+//
+//            K ->
+//     rows   | wave 0 | wave 1 | ... | wave W-1 |  split 0  -> sums [wave][m][row] in shared memory -> one number
+//            | wave 0 | wave 1 | ... | wave W-1 |  split 1  -> likewise -> partial [split][m][n] -> the last block adds
+//
+// x is read once by each block, straight into the lanes that need it, so K and K * M have no limit. Sums are fp32, and
+// every sum has one order: the same call gives the same bits.
+//
+// A slice is added up by one of three engines, all with the same face:
+//   DotRows    lanes side by side along K, v_dot2: one or two rows of x                                   dot_rows.h
+//   WmmaTile   16x16x16 matrix instructions of RDNA 3 and 4                                              wmma_tile.h
+//   MmaTile    16x8x16 matrix instructions of CUDA, weights staged through shared memory                 mma_tile.h
+#pragma once
+
+#include "platform.h"
+
+namespace nybble {
+
+constexpr int GRANULE = 32;        // k
+constexpr int GRANULE_BYTES = 16;  // of w
+constexpr int SYMMETRIC_ZERO = 8;
+
+struct Problem {
+  const u8* x;         // [m, k] activations, 2 bytes each, rows x_stride bytes apart
+  const u8* w;         // [n, k/2] bytes, rows w_stride bytes apart
+  const u8* scales;    // [n, k/G], rows s_stride bytes apart
+  const u8* zeros;     // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
+  const u16* bias;     // [n] or null
+  u16* y;              // [m, n]
+  float* partial;      // [splits, m, n] where splits > 1
+  u32* counters;       // [blocks of rows], 0 between calls
+  int m, n, k;
+  int x_stride, w_stride, s_stride, z_stride;
+  int splits;
+
+  NYBBLE_METHOD int granules() const { return k / GRANULE; }
+};
+
+// Steps [first, last) of one wave.
+struct Slice {
+  int first, last;
+};
+
+// step: granules that a wave takes in one go
+template <int WAVES>
+NYBBLE_DEV Slice slice_of(const Problem& p, int step, int split, int wave) {
+  const int steps = (p.granules() + step - 1) / step;
+  const int slices = p.splits * WAVES;
+  const int index = split * WAVES + wave;
+  return {int(u64(steps) * index / slices), int(u64(steps) * (index + 1) / slices)};
+}
+
+// ------------------------------------------------------------------------------------------------------------ unpack
+
+// Zero point of row n from the word of its eight rows.
+NYBBLE_DEV u32 zero_of(u32 word, int n) { return (word >> (4 * (n % 8))) & 15; }
+
+constexpr u32 LOW_NIBBLES = 0x000F000F;
+
+// The four pairs of a word as raw magic numbers: BIAS + q; where the type is fine enough, pairs 1 and 3 are BIAS + 16 q.
+// low: LOW_NIBBLES, from a register where the compiler would load the constant anew for every use.
+template <class Type>
+NYBBLE_DEV void raw_pairs(u32 word, Pair (&pair)[4], u32 low = LOW_NIBBLES) {
+  if constexpr (Type::FINE) {
+    const u32 high = low << 4;
+    const u32 upper = word >> 8;
+    pair[0] = (word & low) | Type::MAGIC;
+    pair[1] = (word & high) | Type::MAGIC;
+    pair[2] = (upper & low) | Type::MAGIC;
+    pair[3] = (upper & high) | Type::MAGIC;
+  } else {
+    NYBBLE_UNROLL
+    for (int i = 0; i < 4; i++) pair[i] = ((word >> (4 * i)) & low) | Type::MAGIC;
+  }
+}
+
+// The zero point as `exact_pairs` wants it. fine: BIAS + z and BIAS / 16 + z; else BIAS + z alone. Twice each.
+struct PackedZero {
+  Pair plain, sixteenth;
+};
+template <class Type>
+NYBBLE_DEV PackedZero packed_zero(u32 z) {
+  const u32 both = z * 0x00010001;
+  if constexpr (Type::FINE) return {both | Type::MAGIC, (both << 4) | 0x54005400};  // 0x5400 is 64, in steps of 1/16
+  return {both | Type::MAGIC, 0};
+}
+
+// The four pairs of a word as q - z, exactly.
+template <class Type>
+NYBBLE_DEV void exact_pairs(u32 word, PackedZero zero, Pair (&pair)[4], u32 low = LOW_NIBBLES) {
+  raw_pairs<Type>(word, pair, low);
+  NYBBLE_UNROLL
+  for (int i = 0; i < 4; i++) {
+    if constexpr (Type::FINE) {
+      pair[i] = i % 2 ? Type::sixteenth_minus(pair[i], zero.sixteenth) : Type::subtract(pair[i], zero.plain);
+    } else {
+      pair[i] = Type::subtract(pair[i], zero.plain);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- reduce and store
+
+template <class Type>
+NYBBLE_DEV void store(const Problem& p, int m, int n, float value) {
+  if (p.bias) value += Type::wide(p.bias[n]);
+  p.y[u64(m) * p.n + n] = Type::narrow(value);
+}
+
+// sums [WAVES, M, ROWS] -> y, or this split's part of `partial`; the last split to come adds all of them, in order.
+template <class Type, int M, int ROWS, int WAVES>
+NYBBLE_DEV void reduce_and_store(const Problem& p, const float* sums, u32* last_to_come) {
+  constexpr int THREADS = WAVES * WAVE;
+  const int row0 = block_x() * ROWS;
+  for (int i = thread_index(); i < M * ROWS; i += THREADS) {
+    const int m = i / ROWS, n = row0 + i % ROWS;
+    if (m >= p.m || n >= p.n) continue;
+    float value = 0;
+    NYBBLE_UNROLL
+    for (int wave = 0; wave < WAVES; wave++) value += sums[wave * M * ROWS + i];
+    if (p.splits == 1) {
+      store<Type>(p, m, n, value);
+    } else {
+      p.partial[(u64(block_y()) * p.m + m) * p.n + n] = value;
+    }
+  }
+  if (p.splits == 1) return;
+
+  device_fence();
+  block_barrier();
+  if (thread_index() == 0) *last_to_come = count_up(p.counters + block_x()) == u32(p.splits - 1);
+  block_barrier();
+  if (!*last_to_come) return;
+  device_fence();
+  for (int i = thread_index(); i < M * ROWS; i += THREADS) {
+    const int m = i / ROWS, n = row0 + i % ROWS;
+    if (m >= p.m || n >= p.n) continue;
+    float value = 0;
+    for (int split = 0; split < p.splits; split++) {
+      value += load_shared_by_blocks(p.partial + (u64(split) * p.m + m) * p.n + n);
+    }
+    store<Type>(p, m, n, value);
+  }
+  if (thread_index() == 0) p.counters[block_x()] = 0;
+}
+
+}  // namespace nybble

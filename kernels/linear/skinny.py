@@ -1,0 +1,430 @@
+"""The decode GEMM: y[M, N] = x[M, K] @ w^T + bias for M up to 16, at the speed at which the packed weights can be read.
+
+The kernel is csrc/skinny_w4a16.cpp, one source for HIP and CUDA; how it works is told in csrc/skinny_w4a16.h. Here a call
+gets a `Plan`, how the problem is cut up, a pure function of chip and shape; a plan and the types name one `Program`, which
+is compiled for the chip that is there (kernels/native). Arguments are checked once: a call with the same shapes and the
+same weights finds its launch ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from nybble.kernels import native
+from nybble.kernels.linear import operands
+from nybble.kernels.native import Launch, Program
+from nybble.kernels.skinny_layout import SkinnyWeight
+from nybble.kernels.target import Target, detect
+
+MAX_M = 16
+SOURCE, ENTRY = "skinny_w4a16.cpp", "nybble_skinny_w4a16"
+# x, w, scales, zeros, bias, y, partial, counters; M, N, K, row strides of x, w, scales, zeros in bytes, splits
+LAYOUT = "PPPPPPPPiiiiiiii"
+_GRANULE = 32  # k; see csrc/skinny_w4a16.h
+_TYPE = {torch.float16: "Half", torch.bfloat16: "BFloat", torch.float32: "Float"}
+_ALIGNMENT_BYTES = 16
+_READY_AT_MOST = 1 << 16  # launches kept ready
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one problem is cut up.
+
+    engine  "DotRows", "WmmaTile" or "MmaTile" (csrc)
+    m       rows of x that the code is made for, at least the call's
+    rows    of w that a block owns; the block's `waves` share K
+    step    granules of 32 k that a wave takes at a time
+    stages  of MmaTile's ring; 1 for the others, which have none
+    splits  blocks that share those rows and cut K once more
+    """
+
+    engine: str
+    m: int
+    rows: int
+    waves: int
+    step: int
+    stages: int = 1
+    splits: int = 1
+
+    def __str__(self) -> str:
+        split = f", K in {self.splits} parts" if self.splits > 1 else ""
+        return f"{self.engine} {self.m}x{self.rows}, {self.waves} waves{split}"
+
+    def steps(self, k: int) -> int:
+        return -(-k // (_GRANULE * self.step))
+
+    def blocks(self, n: int) -> int:
+        return -(-n // self.rows)
+
+    def program(self, dtype: torch.dtype, scale_dtype: torch.dtype, group_size: int, zeros: bool) -> Program:
+        """The code for this plan; splits and shape are its arguments."""
+        return Program(
+            SOURCE,
+            ENTRY,
+            (
+                f"NYBBLE_ENGINE={self.engine}",
+                f"NYBBLE_TYPE={_TYPE[dtype]}",
+                f"NYBBLE_SCALE={_TYPE[scale_dtype]}",
+                f"NYBBLE_GROUP={group_size}",
+                f"NYBBLE_ZEROS={int(zeros)}",
+                f"NYBBLE_M={self.m}",
+                f"NYBBLE_ROWS={self.rows}",
+                f"NYBBLE_WAVES={self.waves}",
+                f"NYBBLE_STEP={self.step}",
+                f"NYBBLE_STAGES={self.stages}",
+            ),
+        )
+
+    def shared_bytes(self, k: int, group_size: int, scale_bytes: int, zeros: bool) -> int:
+        """Dynamic shared memory of a block. As in csrc: the engine's own, or the sums of its waves in the same place."""
+        if self.engine != "MmaTile":
+            return 0  # static there
+        ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
+        steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
+        groups = steps * (self.step * _GRANULE // group_size)
+        scale_row = ((groups * scale_bytes + 4) // 4 | 1) * 4
+        zero_row = (groups | 1) * 4 if zeros else 0
+        side = (self.rows * scale_row + self.rows // 8 * zero_row + 15) // 16 * 16
+        return max(self.waves * (ring + side), self.waves * self.m * self.rows * 4 + 16)
+
+
+def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
+    """The plan for M rows of a layer. Raises ValueError for M outside 1..16 and for a chip without such a kernel."""
+    if not 1 <= m <= MAX_M:
+        raise ValueError(f"skinny: given M={m}, accepted 1 to {MAX_M}")
+    if target.is_rdna:
+        plan = _rdna_plan(target, m, n)
+    elif target.kind == "cuda":
+        plan = _cuda_plan(target, m, n, k, group_size, scale_bytes, zeros)
+    else:
+        raise ValueError(f"skinny: given {target.kind} {target.arch}, accepted gfx11*, gfx12* and CUDA")
+    return replace(plan, splits=_splits(target, plan, n, k))
+
+
+def _rdna_plan(target: Target, m: int, n: int) -> Plan:
+    if m <= 2:
+        return Plan("DotRows", m, rows=16, waves=4, step=32)
+    # x is read once by each block: more rows of w in it are less of that, but every CU should have a block.
+    rows = 64 if n >= 128 * target.compute_units else 32
+    return Plan("WmmaTile", MAX_M, rows, waves=8, step=4)
+
+
+def _cuda_plan(
+    target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
+) -> Plan:
+    """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), G 128, bf16."""
+    units, few = target.compute_units, m <= 8
+    bucket = 1 << (m - 1).bit_length()
+    if n >= 64 * units:
+        # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
+        # about as much as five rows.
+        rows = min((48, 64, 96), key=lambda r: -(-n // (r * units)) * (r + 5)) if few else 48
+        waves = 4 if few else 2
+    else:
+        # About one block each: enough waves to keep the memory busy. x is read again for every block.
+        fitting = (r for r in ((16, 32) if few else (16, 32, 48)) if n <= r * units)
+        rows = next(fitting, 32 if few else 48)
+        waves = 16 if few and n <= rows * units else 8
+    plan = Plan("MmaTile", bucket, rows, waves, step=4, stages=3)
+    while plan.shared_bytes(k, group_size, scale_bytes, zeros) > target.lds_bytes and plan.waves > 1:
+        plan = replace(plan, waves=plan.waves // 2, rows=16)
+    needed = plan.shared_bytes(k, group_size, scale_bytes, zeros)
+    if needed > target.lds_bytes:
+        raise ValueError(
+            f"skinny: given K={k}, G={group_size} and scales of {scale_bytes} bytes, which take {needed} bytes of shared "
+            f"memory, accepted at most {target.lds_bytes} on {target.arch}"
+        )
+    return plan
+
+
+def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
+    """Enough that every compute unit has a block, as long as every wave keeps a step."""
+    wanted = target.compute_units // plan.blocks(n)
+    return max(1, min(wanted, plan.steps(k) // plan.waves))
+
+
+def programs_for(
+    target: Target,
+    dtype: torch.dtype,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype | None = None,
+    shapes: Iterable[tuple[int, int]] = ((1 << 20, 4096), (1024, 4096)),
+) -> tuple[Program, ...]:
+    """Every program that layers of these (N, K) need for M up to 16, each once. scale_dtype: the activations' by default.
+
+    The default shapes stand for a large and a small layer.
+    """
+    scale_dtype = dtype if scale_dtype is None else scale_dtype
+    plans = (
+        plan_for(target, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
+        for n, k in shapes
+        for m in range(1, MAX_M + 1)
+    )
+    return tuple(dict.fromkeys(p.program(dtype, scale_dtype, group_size, not symmetric) for p in plans))
+
+
+# ----------------------------------------------------------------------------------------------------------- launcher
+
+_LIBRARY = torch.library.Library("nybble", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "skinny_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, bool dependent=False)"
+    " -> Tensor"
+)
+
+
+def skinny_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    dependent: bool = False,
+) -> torch.Tensor:
+    """y [M, N] of x's type = x @ ((q - z) * s)^T + bias, products summed in fp32. The same call gives the same bits.
+
+    x, words, scales, zeros, bias, group_size   as operands.check says; M up to 16; rows of words a multiple of 16 bytes
+                                                apart, of scales a multiple of their own size
+    dependent   where the chip can (sm_90 and newer), start before the launch ahead in the stream has ended, which must not
+                be the one that writes the weights
+
+    Raises ValueError for anything else, before anything is launched; DriverError when the chip refuses the launch.
+    Where K is split, partial sums share one workspace per stream (one for all captured graphs of a device: they may not
+    run at the same time).
+    """
+    y: torch.Tensor = torch.ops.nybble.skinny_gemm.default(
+        x, words, scales, zeros, bias, group_size, dependent
+    )
+    return y
+
+
+def _run(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    dependent: bool = False,
+) -> torch.Tensor:
+    # Everything that the checks, the plan and the launch depend on, and the addresses: what is found here was checked.
+    key = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device.index,
+        x.data_ptr() % _ALIGNMENT_BYTES,
+        *_identity(words),
+        *_identity(scales),
+        None if zeros is None else _identity(zeros),
+        None if bias is None else _identity(bias),
+        group_size,
+        dependent,
+    )
+    ready = _READY.get(key)
+    if ready is None:
+        ready = _prepare(x, words, scales, zeros, bias, group_size, dependent)
+        if len(_READY) >= _READY_AT_MOST:
+            _READY.clear()
+        _READY[key] = ready
+    return ready(x)
+
+
+def _identity(t: torch.Tensor) -> tuple[object, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+_READY: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor]] = {}
+
+
+def _prepare(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    dependent: bool,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Check the arguments, plan, compile or find the code: x -> y for calls like this one."""
+    check(x, words, scales, zeros, bias, group_size)
+    m, k = x.shape
+    n = words.shape[0]
+    if m == 0 or n == 0:
+        return lambda x: x.new_empty(m, n)
+    if x.stride(0) * x.element_size() % _ALIGNMENT_BYTES and m > 1 or x.data_ptr() % _ALIGNMENT_BYTES:
+        # Rows that 16-byte loads cannot start at: rare, and a copy of a few rows is cheap.
+        inner = _prepare(
+            x.clone(memory_format=torch.contiguous_format), words, scales, zeros, bias, group_size, dependent
+        )
+        return lambda x: inner(x.clone(memory_format=torch.contiguous_format))
+    target = _target(x.device)
+    plan = plan_for(target, m, n, k, group_size, scales.element_size(), zeros is not None)
+    return bind(plan, x, words, scales, zeros, bias, group_size, dependent)
+
+
+def bind(
+    plan: Plan,
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    dependent: bool = False,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x -> y with a plan of the caller's choice, for arguments already checked and any x shaped like this one."""
+    m, k = x.shape
+    n = words.shape[0]
+    device = x.device
+    kernel = native.load(plan.program(x.dtype, scales.dtype, group_size, zeros is not None), device)
+    dependent = dependent and _can_depend(kernel.target)
+    launch = _launch(
+        kernel,
+        (plan.blocks(n), plan.splits, 1),
+        plan.waves * 32,
+        plan.shared_bytes(k, group_size, scales.element_size(), zeros is not None),
+        dependent,
+    )
+    w, s = words.data_ptr(), scales.data_ptr()
+    z, b = (0 if t is None else t.data_ptr() for t in (zeros, bias))
+    numbers = (
+        m,
+        n,
+        k,
+        x.stride(0) * x.element_size(),
+        words.stride(0) * words.element_size(),
+        scales.stride(0) * scales.element_size(),
+        0 if zeros is None else zeros.stride(0) * zeros.element_size(),
+        plan.splits,
+    )
+    stream_of, index, split = _current_stream, device.index, plan.splits > 1
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty((m, n))
+        stream = stream_of(index)
+        partial, counters = _workspace(device, stream, plan, m, n) if split else (0, 0)
+        launch(stream, x.data_ptr(), w, s, z, b, y.data_ptr(), partial, counters, *numbers)
+        return y
+
+    return call
+
+
+def check(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> None:
+    """Raise ValueError unless the arguments are what `skinny_gemm` documents."""
+    operands.check(x, words, scales, zeros, bias, group_size)
+    if x.shape[0] > MAX_M:
+        raise ValueError(f"x: given {operands.given(x)}, accepted at most {MAX_M} rows")
+    stride = words.stride(0) * words.element_size()
+    if words.data_ptr() % _ALIGNMENT_BYTES or (words.shape[0] > 1 and stride % _ALIGNMENT_BYTES):
+        raise ValueError(
+            f"words: given rows {stride} bytes apart from address {words.data_ptr():#x}, accepted multiples of "
+            f"{_ALIGNMENT_BYTES} bytes"
+        )
+    # The kernel's own numbers are 32 bits wide.
+    for name, t in {"x": x, "words": words, "scales": scales, "zeros": zeros}.items():
+        if t is not None and max(abs(t.stride(0)) * t.element_size(), *t.shape) >= 2**31:
+            raise ValueError(
+                f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted below 2^31 bytes a row"
+            )
+
+
+def _can_depend(target: Target) -> bool:
+    return target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
+
+
+_COMPILING: dict[tuple[str, torch.dtype, torch.dtype, int, bool, int, int], native.Compilation] = {}
+
+
+def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype) -> None:
+    """Begin, in the background, to compile what calls with this weight need. Errors wait for the call that needs it."""
+    zeros = weight.zeros is not None
+    key = (target.arch, dtype, weight.scales.dtype, weight.group_size, zeros, weight.n, weight.k)
+    if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):
+        return
+    programs = programs_for(
+        target, dtype, weight.group_size, not zeros, weight.scales.dtype, [(weight.n, weight.k)]
+    )
+    _COMPILING[key] = native.compile_all(programs, target)
+
+
+@cache
+def _target(device: torch.device) -> Target:
+    return detect(device)
+
+
+@cache
+def _launch(
+    kernel: native.Kernel, grid: tuple[int, int, int], threads: int, shared_bytes: int, dependent: bool
+) -> Launch:
+    return kernel.prepare(grid, threads, shared_bytes, LAYOUT, dependent=dependent)
+
+
+def _current_stream(index: int) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
+# Splits are for problems too small to fill the chip: this holds the partial sums of any of them.
+_PARTIAL_BYTES, _COUNTERS = 8 << 20, 4096
+_WORKSPACES: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_OF_GRAPHS = -1
+
+
+def _workspace(device: torch.device, stream: int, plan: Plan, m: int, n: int) -> tuple[int, int]:
+    """Addresses of partial sums and counters: of this stream, or, while a graph is captured, of the device's graphs."""
+    assert plan.splits * m * n * 4 <= _PARTIAL_BYTES and plan.blocks(n) <= _COUNTERS
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = (device.index, _OF_GRAPHS if capturing else stream)
+    if key not in _WORKSPACES:
+        for new in {key, (device.index, _OF_GRAPHS)} - _WORKSPACES.keys():
+            _WORKSPACES[new] = (
+                torch.empty(_PARTIAL_BYTES, dtype=torch.uint8, device=device),
+                torch.zeros(_COUNTERS, dtype=torch.int32, device=device),
+            )
+    partial, counters = _WORKSPACES[key]
+    return partial.data_ptr(), counters.data_ptr()
+
+
+def _fake(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    dependent: bool = False,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], words.shape[0])
+
+
+def _refuse(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    dependent: bool = False,
+) -> torch.Tensor:
+    check(x, words, scales, zeros, bias, group_size)
+    raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx12* or CUDA)")
+
+
+_LIBRARY.impl("skinny_gemm", _run, "CUDA")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("skinny_gemm", _refuse, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("skinny_gemm", _fake, "Meta")  # type: ignore[no-untyped-call]

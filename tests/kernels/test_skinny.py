@@ -1,0 +1,115 @@
+"""The csrc kernel's launcher without a GPU: plans, programs, what is refused and how."""
+
+import pytest
+import torch
+from weights import make_weight
+
+from nybble.kernels.linear import skinny
+from nybble.kernels.skinny_layout import pack
+from nybble.kernels.target import Target
+
+STRIX = Target("rocm", "gfx1151", "", 40, 65536)
+RADEON = Target("rocm", "gfx1201", "", 64, 65536)
+HOPPER = Target("cuda", "sm_90", "", 132, 232448)
+AMPERE = Target("cuda", "sm_86", "", 84, 101376)
+TARGETS = pytest.mark.parametrize("target", [STRIX, RADEON, HOPPER, AMPERE], ids=lambda t: t.arch)
+SHAPES = [
+    (n, k)
+    for n in (1, 8, 24, 1440, 4096, 24576, 151936)
+    for k in (32, 64, 576, 4096, 12288, 20992, 28672, 65536)
+]
+
+
+@TARGETS
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_every_shape_has_a_plan_that_fits_the_chip(target, n, k):
+    for m in range(1, skinny.MAX_M + 1):
+        for group_size, scale_bytes, zeros in ((32, 2, True), (128, 4, False)):
+            plan = skinny.plan_for(target, m, n, k, group_size, scale_bytes, zeros)
+            assert plan.m >= m and plan.blocks(n) * plan.rows >= n
+            assert plan.rows % 16 == 0 and plan.waves * 32 <= 1024
+            assert plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
+            assert 1 <= plan.splits <= max(1, plan.steps(k) // plan.waves), "a wave without work"
+            assert plan.splits == 1 or plan.splits * m * n * 4 <= skinny._PARTIAL_BYTES
+            assert plan.splits == 1 or plan.blocks(n) <= skinny._COUNTERS
+
+
+@TARGETS
+def test_small_layers_split_k_and_large_ones_do_not(target):
+    assert skinny.plan_for(target, 1, 24576, 4096, 128, 2, False).splits == 1
+    assert skinny.plan_for(target, 1, 8, 20992, 128, 2, False).splits > 1
+
+
+@TARGETS
+def test_a_layer_needs_few_programs(target):
+    programs = skinny.programs_for(target, torch.bfloat16, 128, True, shapes=[(4096, 4096)])
+    assert 2 <= len(programs) <= 5
+    assert len(set(programs)) == len(programs)
+    for program in programs:
+        assert {"NYBBLE_TYPE=BFloat", "NYBBLE_SCALE=BFloat", "NYBBLE_GROUP=128", "NYBBLE_ZEROS=0"} <= set(
+            program.defines
+        )
+
+
+def test_other_chips_and_rows_are_refused_in_words():
+    with pytest.raises(ValueError, match="given rocm gfx942, accepted gfx11"):
+        skinny.plan_for(Target("rocm", "gfx942", "", 304, 65536, wave=64), 1, 64, 64, 32, 2, False)
+    for m in (0, 17):
+        with pytest.raises(ValueError, match=f"given M={m}, accepted 1 to 16"):
+            skinny.plan_for(STRIX, m, 64, 64, 32, 2, False)
+
+
+def arguments(**change):
+    weight = make_weight(24, 128, 64, symmetric=False)
+    packed = pack(weight, arch="gfx1100", scale_dtype=torch.float16)
+    given = {
+        "x": torch.zeros(3, 128, dtype=torch.float16),
+        "words": packed.words,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "bias": torch.zeros(24, dtype=torch.float16),
+        "group_size": 64,
+    }
+    return given | change
+
+
+def unaligned(shape, dtype):
+    """A tensor whose first element lies 4 bytes past a 16-byte boundary."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    count = shape[0] * shape[1]
+    return torch.zeros(count + 16 // size, dtype=dtype)[4 // size :][:count].view(shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "x: given a tensor on cpu, accepted a GPU"),
+        (
+            {"x": torch.zeros(17, 128, dtype=torch.float16)},
+            r"given float16 \[17, 128\], accepted at most 16 rows",
+        ),
+        ({"x": torch.zeros(3, 96, dtype=torch.float16)}, "given K=96, accepted a positive multiple of"),
+        ({"x": torch.zeros(3, 128)}, "accepted float16 or bfloat16"),
+        ({"x": torch.zeros(128, dtype=torch.float16)}, "accepted float16 or bfloat16"),
+        ({"words": torch.zeros(24, 17, dtype=torch.int32)[:, :16]}, "words: given rows 68 bytes apart"),
+        ({"words": unaligned((24, 16), torch.int32)}, "accepted multiples of 16 bytes"),
+        ({"words": torch.zeros(24, 16)}, "words: given float32"),
+        ({"scales": torch.zeros(24, 3, dtype=torch.float16)}, r"scales: given float16 \[24, 3\]"),
+        ({"zeros": torch.zeros(24, 2, dtype=torch.float16)}, "zeros: given float16"),
+        ({"zeros": torch.zeros(3, 3, dtype=torch.int32)}, r"zeros: given int32 \[3, 3\]"),
+        ({"bias": torch.zeros(24)}, "bias: given float32"),
+        ({"bias": torch.zeros(23, dtype=torch.float16)}, "bias: given"),
+        ({"group_size": 256}, "group_size: given 256, accepted 32, 64, 128"),
+    ],
+    ids=str,
+)
+def test_bad_calls_are_refused_in_words(change, message):
+    with pytest.raises(ValueError, match=message):
+        skinny.skinny_gemm(**arguments(**change))
+
+
+def test_the_fake_implementation_knows_the_result():
+    given = arguments()
+    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    y = skinny.skinny_gemm(**meta)
+    assert y.shape == (3, 24) and y.dtype is torch.float16

@@ -9,6 +9,7 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from time import perf_counter
 
 import torch
 
@@ -91,6 +92,38 @@ def detect(device: torch.device) -> Target:
 def default_device() -> torch.device:
     """The GPU when torch sees one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def measured_copy_rate(device: torch.device, nbytes: int = 64 << 20, rounds: int = 3) -> float:
+    """Bytes per second, read and written together, of the fastest of some copies of a buffer larger than the caches:
+    what the bandwidth ratios of the GEMM paths are relative to. Takes some milliseconds and 2 * nbytes of memory."""
+    source = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    best = min(_copy_seconds(source, target) for _ in range(rounds + 1))
+    del source, target
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * nbytes / best
+
+
+def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    accelerator = source.device.type != "cpu"
+    if accelerator:
+        torch.accelerator.synchronize()
+    started = perf_counter()
+    target.copy_(source)
+    if accelerator:
+        torch.accelerator.synchronize()
+    return perf_counter() - started
+
+
+def pci_address(device: torch.device) -> str:
+    """As Linux spells it, "0000:c5:00.0"; empty for a CPU or where torch does not say."""
+    if device.type != "cuda":
+        return ""
+    props = torch.cuda.get_device_properties(device)
+    parts = [getattr(props, name, -1) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return "" if -1 in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def usable_cores() -> int:

@@ -18,7 +18,7 @@ from nybble.service.api.sse import ClientGone
 from nybble.service.api.state import Service, nybble_version
 from nybble.service.client import EngineClient
 from nybble.service.errors import ConfigError
-from nybble.service.memory import read_host_available
+from nybble.service.memory import read_gpu_memory, read_host_available
 from nybble.service.metrics import Metrics, Snapshot
 from nybble.service.settings import Settings
 from nybble.service.text import TextCodec
@@ -53,7 +53,7 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
         middleware=_middleware(settings, metrics),
     )
     app.state.service = Service(settings, client, codec, metrics)
-    openapi.add_routes(app, ROUTES)
+    openapi.add_routes(app, ROUTES, settings.api_model_name())
     errors.install(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
     return app
@@ -89,7 +89,9 @@ def _snapshot(client: EngineClient) -> Snapshot:
         available_bytes = read_host_available()
     except ConfigError:
         available_bytes = None  # the engine's plan refuses such a host in its own words
-    return Snapshot(client.totals(), client.info, client.restarts, available_bytes)
+    info = client.info
+    gpu = read_gpu_memory("" if info is None else info.pci_address)
+    return Snapshot(client.totals(), info, client.restarts, available_bytes, gpu, client.gemm_latest)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

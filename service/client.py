@@ -14,6 +14,7 @@ import importlib
 import logging
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -23,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from nybble.service.engine.protocol import (
     Abort,
@@ -177,8 +178,9 @@ class OutputStream:
 class _Writer:
     """Sends messages from a thread of its own."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_failure: Callable[[], None]) -> None:
         self._connection = connection
+        self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="engine-writer", daemon=True).start()
 
@@ -192,8 +194,15 @@ class _Writer:
         while (message := self._queue.get()) is not None:
             try:
                 self._connection.send(message)
-            except (OSError, ValueError):
+            except (BrokenPipeError, ConnectionResetError):
                 # The engine is gone; the reading side sees the end of the pipe and takes care of it.
+                return
+            except Exception:
+                if self._connection.closed:
+                    return
+                # It would wait for ever for what it was not told.
+                logger.exception("the engine cannot be written to and is killed")
+                self._on_failure()
                 return
 
 
@@ -373,12 +382,14 @@ class EngineClient:
         finally:
             # Only then does the engine's death end the pipe, on either side.
             theirs.close()
-        self._process, self._connection, self._writer = process, ours, _Writer(ours)
+        self._process, self._connection, self._writer = process, ours, _Writer(ours, process.kill)
 
     def _watch(self) -> None:
         assert self._connection is not None and self._process is not None
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection.fileno(), self._read)
+        # uvloop makes it non-blocking, for both sides of it: a message larger than what the pipe holds would be cut.
+        os.set_blocking(self._connection.fileno(), True)
         loop.add_reader(self._process.sentinel, self._process_ended)
         if self._step_timeout_s:
             self._watchdog_task = loop.create_task(self._kill_when_hung())
@@ -595,38 +606,22 @@ class EngineClient:
             self.observer.finished(now - live.arrival_s, per_token)
 
 
-_COUNTERS = (
-    "started",
-    "prompt_tokens",
-    "generation_tokens",
-    "cached_prompt_tokens",
-    "prefix_queries_tokens",
-    "preemptions",
-    "nonfinite",
-    "out_of_memory",
-    "steps",
-)
+# What is true of the present engine only; everything else of its statistics counts up.
+_GAUGES = ("running", "waiting", "kv_usage_ratio")
+# Taken as they come, see EngineClient._on_outputs.
+_SAMPLES = ("gemm_samples", "gemm_latest")
 
 
 def _add(past: EngineStats, now: EngineStats) -> EngineStats:
-    """Counters summed, gauges of now."""
-    sums = {name: getattr(past, name) + getattr(now, name) for name in _COUNTERS}
-    return dataclasses.replace(
-        now,
-        **sums,
-        finished=_add_counts(past.finished, now.finished),
-        gemm_calls=_add_counts(past.gemm_calls, now.gemm_calls),
-        jit_compiles=_add_counts(past.jit_compiles, now.jit_compiles),
-        jit_cache_hits=_add_counts(past.jit_cache_hits, now.jit_cache_hits),
-        jit_compile_seconds=past.jit_compile_seconds + now.jit_compile_seconds,
-        step_overhead_seconds=past.step_overhead_seconds + now.step_overhead_seconds,
-        gemm_samples={},
-        gemm_latest={},
-    )
+    """Counters summed, gauges of now, no samples."""
+    sums: dict[str, Any] = {name: {} for name in _SAMPLES}
+    for field in dataclasses.fields(EngineStats):
+        if field.name not in (*_GAUGES, *_SAMPLES):
+            sums[field.name] = _sum(getattr(past, field.name), getattr(now, field.name))
+    return dataclasses.replace(now, **sums)
 
 
-K = TypeVar("K")
-
-
-def _add_counts(past: dict[K, int], now: dict[K, int]) -> dict[K, int]:
-    return {key: past.get(key, 0) + now.get(key, 0) for key in past.keys() | now.keys()}
+def _sum(past: Any, now: Any) -> Any:
+    if isinstance(now, dict):
+        return {key: past.get(key, 0) + now.get(key, 0) for key in past.keys() | now.keys()}
+    return past + now

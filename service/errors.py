@@ -66,9 +66,10 @@ class Unavailable(NybbleError):
 
 
 class DeadlineExceeded(NybbleError):
-    """A request was not finished in the time that it, or the server, allows."""
+    """A request was not finished in the time that it, or the server, allows. Not a 5xx: a proxy that tries those again
+    elsewhere would only double the load."""
 
-    status = 504
+    status = 408
     type = "timeout_error"
     code = "deadline_exceeded"
 

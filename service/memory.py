@@ -10,6 +10,7 @@ of the same bytes and are never added. Page cache is not "used": MemAvailable co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nybble.service.errors import ConfigError
 
@@ -170,3 +171,35 @@ def read_host_available(meminfo: str = "/proc/meminfo") -> int:
     except OSError as error:
         raise ConfigError(f"{meminfo}: not readable ({error}); Linux is needed") from error
     raise ConfigError(f"{meminfo}: has no MemAvailable line; Linux 3.14 or newer is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What the amdgpu driver says of a GPU's memory, in bytes: VRAM, and GTT, the host's memory that it may map."""
+
+    gtt_used_bytes: int
+    gtt_total_bytes: int
+    vram_used_bytes: int
+    vram_total_bytes: int
+
+
+def read_gpu_memory(pci_address: str = "", sysfs: str = "/sys") -> GpuMemory | None:
+    """Of the GPU at the PCI address, or without one of the only GPU; None where the driver says nothing of it."""
+    root = Path(sysfs)
+    if pci_address:
+        return _gpu_memory(root / "bus/pci/devices" / pci_address)
+    # Connectors, such as card0-HDMI-A-1, have no `device` of that kind.
+    cards = [path.parent for path in root.glob("class/drm/card*/device/mem_info_vram_total")]
+    return _gpu_memory(cards[0]) if len(cards) == 1 else None
+
+
+def _gpu_memory(folder: Path) -> GpuMemory | None:
+    try:
+        values = [
+            int((folder / f"mem_info_{pool}_{what}").read_text())
+            for pool in ("gtt", "vram")
+            for what in ("used", "total")
+        ]
+    except (OSError, ValueError):
+        return None
+    return GpuMemory(*values)

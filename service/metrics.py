@@ -7,7 +7,7 @@ are names that existing dashboards and routers read; they carry the same values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,14 @@ import prometheus_client
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from nybble.service.engine.protocol import FINISH_REASONS, EngineInfo, EngineStats, MemoryReport
+from nybble.service.engine.protocol import (
+    FINISH_REASONS,
+    EngineInfo,
+    EngineStats,
+    KernelReport,
+    MemoryReport,
+)
+from nybble.service.memory import GpuMemory
 
 # 10 microseconds to 82 ms: a GEMM call of any path.
 GEMM_BUCKETS_S = tuple(1e-5 * 2**i for i in range(14))
@@ -24,25 +31,10 @@ REQUEST_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0),
 )
-# 1 ms to 2.5 s: one token.
+# 1 ms to 60 s: one token.
 TOKEN_BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
+    *(2.5, 10.0, 60.0),
 )
 DENSE_STATES = ("disabled", "enabled", "refused")
 
@@ -55,6 +47,9 @@ class Snapshot:
     info: EngineInfo | None
     engine_restarts: int
     host_available_bytes: int | None
+    gpu_memory: GpuMemory | None = None
+    # (layer, path) -> seconds and M of its latest sampled GEMM call
+    gemm_latest: Mapping[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
 
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -91,6 +86,35 @@ def _one(value: Callable[[Snapshot], float | None]) -> Callable[[Snapshot], Samp
 
 def _memory(value: Callable[[MemoryReport], float]) -> Callable[[Snapshot], Samples]:
     return _one(lambda snapshot: None if snapshot.info is None else value(snapshot.info.memory))
+
+
+def _gpu(name: str) -> Callable[[Snapshot], Samples]:
+    return _one(lambda snapshot: None if snapshot.gpu_memory is None else getattr(snapshot.gpu_memory, name))
+
+
+def _bandwidth(snapshot: Snapshot) -> Samples:
+    """Bytes that the latest sampled calls of a path had to move, over their time and the measured copy rate."""
+    info = snapshot.info
+    if info is None or not info.copy_bytes_per_s:
+        return []
+    # Kinds of layers may come in several shapes; the call that was sampled says no more than its kind.
+    reports = {report.layer: report for report in info.kernels}
+    totals: dict[str, tuple[float, float]] = {}
+    for (layer, path), (seconds, m) in snapshot.gemm_latest.items():
+        if layer in reports and seconds > 0:
+            nbytes, before_s = totals.get(path, (0.0, 0.0))
+            totals[path] = nbytes + _gemm_bytes(reports[layer], path, m), before_s + seconds
+    return [((path,), nbytes / seconds / info.copy_bytes_per_s) for path, (nbytes, seconds) in totals.items()]
+
+
+def _gemm_bytes(report: KernelReport, path: str, m: int) -> float:
+    """Weights, x and y once each; 16-bit activations."""
+    weights = 2 * report.n * report.k if path == "dense" else report.nbytes / report.count
+    return weights + 2 * m * (report.n + report.k)
+
+
+def _graph_fallbacks(snapshot: Snapshot) -> Samples:
+    return [((reason,), count) for reason, count in snapshot.stats.graph_fallbacks.items()]
 
 
 def _finished(snapshot: Snapshot) -> Samples:
@@ -134,6 +158,11 @@ METRICS: tuple[Metric, ...] = (
            buckets=GEMM_BUCKETS_S),
     Metric("gemm_calls_total", "counter", "GEMM calls, by path and phase.", ("path", "phase"), _gemm_calls),
     Metric("gemm_sampled_calls_total", "counter", "GEMM calls whose time was sampled.", ("path", "phase")),
+    Metric("gemm_bandwidth_ratio", "gauge",
+           "Bytes per second of the path's latest sampled calls over the device's measured copy rate.", ("path",),
+           _bandwidth),
+    Metric("graph_fallbacks_total", "counter", "Decode steps that ran without a captured graph, by reason.", ("reason",),
+           _graph_fallbacks),
     Metric("kernel_selfcheck", "gauge", "1 if the GEMM path passed its self-check at start, 0 if not.", ("path",),
            _selfcheck),
     Metric("jit_compiles_total", "counter", "Kernels compiled at run time, by kernel.", ("kernel",), _jit_compiles),
@@ -158,6 +187,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("dense_cache_state", "gauge", "1 for the present state of the dense copies.", ("state",), _dense_state),
     Metric("host_available_bytes", "gauge", "The host's MemAvailable.",
            read=_one(lambda snapshot: snapshot.host_available_bytes)),
+    Metric("gtt_used_bytes", "gauge", "Host memory that the GPU has mapped (GTT).", read=_gpu("gtt_used_bytes")),
+    Metric("gtt_total_bytes", "gauge", "Host memory that the GPU may map (GTT).", read=_gpu("gtt_total_bytes")),
+    Metric("vram_used_bytes", "gauge", "The GPU's own memory in use.", read=_gpu("vram_used_bytes")),
+    Metric("vram_total_bytes", "gauge", "The GPU's own memory.", read=_gpu("vram_total_bytes")),
     Metric("kv_cache_usage_ratio", "gauge", "Part of the KV cache blocks in use, 0 to 1.",
            read=_one(lambda snapshot: snapshot.stats.kv_usage_ratio), aliases=(Alias("vllm:kv_cache_usage_perc"),)),
     # requests
@@ -190,6 +223,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("prefix_cache_hits_tokens_total", "counter", "Prompt tokens found in the prefix cache.",
            read=_one(lambda snapshot: snapshot.stats.cached_prompt_tokens),
            aliases=(Alias("vllm:prefix_cache_hits_total"),)),
+    Metric("spec_draft_tokens_total", "counter", "Tokens drafted by speculation.",
+           read=_one(lambda snapshot: snapshot.stats.spec_draft_tokens)),
+    Metric("spec_accepted_tokens_total", "counter", "Drafted tokens that were kept.",
+           read=_one(lambda snapshot: snapshot.stats.spec_accepted_tokens)),
     # latencies
     Metric("queue_seconds", "histogram", "From a request's arrival to its first step.", buckets=REQUEST_BUCKETS_S),
     Metric("time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.",

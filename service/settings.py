@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(
         0.0,
         ge=0,
-        description="Longest time a request may take, queue included; beyond, the answer is 504. 0: no limit.",
+        description="Longest time a request may take, queue included; beyond, the answer is 408. 0: no limit.",
     )
     step_timeout_s: float = Field(
         120.0,

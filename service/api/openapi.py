@@ -30,16 +30,16 @@ _REFUSED = {
     400: "A parameter is invalid, unknown or not supported; `param` names it.",
     401: "No API key, or a wrong one.",
     404: "There is no such model.",
+    408: "The request's time limit, or the server's, has passed.",
     413: "The body is larger than the server reads.",
     429: "Too many requests in progress.",
     500: "A fault of the server's, or the engine ended the request.",
     503: "Loading, draining, or the engine is down.",
-    504: "The request's time limit has passed.",
 }
 # Answers other than 200, by what a route does.
 _ANYWHERE = (401, 500)
 _WITH_BODY = (400, 404, 413)
-_GENERATING = (429, 503, 504)
+_GENERATING = (408, 429, 503)
 _BY_PATH = {
     "/v1/completions": _WITH_BODY + _GENERATING,
     "/v1/chat/completions": _WITH_BODY + _GENERATING,
@@ -53,7 +53,8 @@ _BY_PATH = {
 _STREAMING = ("/v1/completions", "/v1/chat/completions")
 
 
-def add_routes(app: FastAPI, routes: Routes) -> None:
+def add_routes(app: FastAPI, routes: Routes, model_name: str) -> None:
+    """Adds the routes, and the document of them to the app; it names the one model."""
     for method, path, endpoint in routes:
         app.add_api_route(
             path,
@@ -69,10 +70,19 @@ def add_routes(app: FastAPI, routes: Routes) -> None:
         document = make()
         for operations in document["paths"].values():
             for operation in operations.values():
+                for parameter in operation.get("parameters", ()):
+                    if parameter["name"] == "model_id":
+                        parameter["schema"] = {"enum": [model_name]}
                 # FastAPI documents its own form of validation errors, which errors.py replaces.
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
-            document.get("components", {}).get("schemas", {}).pop(name, None)
+            document["components"]["schemas"].pop(name, None)
+        for schema in document["components"]["schemas"].values():
+            if "model" in schema.get("properties", {}):
+                schema["properties"]["model"] = {
+                    "enum": [model_name, None],
+                    "description": "May be left out.",
+                }
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -95,5 +105,6 @@ def _answer(path: str) -> dict[str, Any]:
         return {"text/plain": {"schema": {"type": "string"}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if path in _STREAMING:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # Events whose data are chunks as JSON, and [DONE]; OpenAPI 3.1 cannot describe a sequence.
+        content["text/event-stream"] = {}
     return content

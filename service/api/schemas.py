@@ -397,6 +397,21 @@ class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
 class TokenizeRequest(_Strict):
     """One of prompt and messages."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {
+                    "required": ["prompt"],
+                    "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}},
+                },
+                {
+                    "required": ["messages"],
+                    "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}},
+                },
+            ]
+        }
+    )
+
     model: str | None = Field(None, description="A name from /v1/models; may be left out.")
     prompt: Annotated[str, AfterValidator(_text)] | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)

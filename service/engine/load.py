@@ -15,7 +15,14 @@ from nybble.kernels import native
 from nybble.kernels.attention import CacheShape, backend_for
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
-from nybble.kernels.target import Target, default_device, detect, usable_cores
+from nybble.kernels.target import (
+    Target,
+    default_device,
+    detect,
+    measured_copy_rate,
+    pci_address,
+    usable_cores,
+)
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
@@ -49,6 +56,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
     _set_up_compilation(config, device)
+    copy_bytes_per_s = measured_copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
     with open_checkpoint(folder, on_bytes) as checkpoint:
@@ -103,6 +111,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         ),
         kernels=_reports(model),
         selfcheck=selfcheck.passed,
+        copy_bytes_per_s=copy_bytes_per_s,
+        pci_address=pci_address(device),
     )
     return Engine(runner, info, config)
 

@@ -153,6 +153,10 @@ class EngineInfo:
     memory: MemoryReport
     kernels: tuple[KernelReport, ...]
     selfcheck: dict[str, bool] = field(default_factory=dict)
+    # Bytes read and written per second by a large copy, measured at start; 0: not measured.
+    copy_bytes_per_s: float = 0.0
+    # Of the device, such as "0000:c5:00.0"; empty for a CPU or where torch does not say.
+    pci_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +210,7 @@ class EngineStats:
 
     prefix_queries_tokens are the prompt tokens looked up in the prefix cache, cached_prompt_tokens those found there.
     out_of_memory counts steps that the device had no memory for.
+    graph_fallbacks: reason -> decode steps that ran without a captured graph although graphs are on.
     jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
     the seconds and M of the latest of them per (layer, path).
@@ -228,6 +233,9 @@ class EngineStats:
     jit_compiles: dict[str, int] = field(default_factory=dict)
     jit_cache_hits: dict[str, int] = field(default_factory=dict)
     jit_compile_seconds: float = 0.0
+    graph_fallbacks: dict[str, int] = field(default_factory=dict)
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)

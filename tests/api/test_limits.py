@@ -137,13 +137,13 @@ async def test_an_unexpected_exception_is_an_error_object_too(codec: TextCodec, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_is_too_slow_for_its_limit_is_504(codec: TextCodec, stream: bool) -> None:
+async def test_a_request_that_is_too_slow_for_its_limit_is_408(codec: TextCodec, stream: bool) -> None:
     async with local_app(codec) as local:
         # The stop string holds all text back, so that no byte of the answer has left.
         body = {"prompt": [SLOW, 100], "max_tokens": 200, "timeout_s": 0.12, "stream": stream, "n": 2}
         body["stop"] = codec.decode([100]) * 200
         response = await local.http.post("/v1/completions", json=body)
-        assert response.status_code == 504
+        assert response.status_code == 408
         error = response.json()["error"]
         assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
         assert local.client.in_flight == 0 and not local.client.fake.sequences

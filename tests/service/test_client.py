@@ -25,6 +25,13 @@ from nybble.service.errors import QueueFull, Unavailable
 pytestmark = pytest.mark.anyio
 
 
+# The server runs on uvloop; it has its own way with pipes.
+LOOPS = [
+    pytest.param(("asyncio", {"use_uvloop": uvloop}), id="uvloop" if uvloop else "asyncio")
+    for uvloop in (True, False)
+]
+
+
 class Observed:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -259,7 +266,8 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(tmp_path: Pat
         assert count == 50
 
 
-async def test_a_full_pipe_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("anyio_backend", LOOPS)
+async def test_a_full_pipe_does_not_hold_up_the_event_loop(tmp_path: Path, anyio_backend: Any) -> None:
     """Prompts of 20 MB in all, to an engine that is stopped: far beyond what the pipe holds."""
     async with ready(tmp_path) as client:
         assert client._process is not None and client._process.pid is not None
@@ -272,6 +280,31 @@ async def test_a_full_pipe_does_not_hold_up_the_event_loop(tmp_path: Path) -> No
             os.kill(client._process.pid, signal.SIGCONT)
         for stream in streams:
             assert (await asyncio.wait_for(stream.next(), 30))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("anyio_backend", LOOPS)
+async def test_an_answer_larger_than_the_pipe_holds_arrives_whole(tmp_path: Path, anyio_backend: Any) -> None:
+    """Scores of long prompts, 20 alternatives each: megabytes in one message."""
+    async with ready(tmp_path) as client:
+        prompt = tuple(range(100, 400)) * 20
+        for number in range(3):
+            wanted = request(number, *prompt, max_tokens=1, prompt_logprobs=20)
+            scored = [token async for output in client.generate(wanted) for token in output.prompt_logprobs]
+            assert [token.token_id for token in scored] == list(prompt[1:])
+        assert client.state is EngineState.READY and client.restarts == 0
+
+
+async def test_a_message_that_cannot_be_sent_ends_the_engine_rather_than_the_requests_patience(
+    tmp_path: Path,
+) -> None:
+    async with ready(tmp_path) as client:
+        stream = client.submit([request(1, SLOW, max_tokens=200)])
+        client._send(lambda: None)  # not to be pickled
+        with pytest.raises(Unavailable):
+            while await asyncio.wait_for(stream.next(), 20):
+                pass
+        await asyncio.wait_for(client.wait_ready(), 30)
+        assert await tokens_of(client, request(2))
 
 
 async def test_the_engine_ends_when_the_api_process_is_killed(tmp_path: Path) -> None:

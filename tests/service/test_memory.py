@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -6,9 +7,11 @@ from nybble.service.errors import ConfigError
 from nybble.service.memory import (
     GIB,
     HOST_RESERVE_BYTES,
+    GpuMemory,
     MemoryNeeds,
     Readings,
     make_plan,
+    read_gpu_memory,
     read_host_available,
 )
 
@@ -144,3 +147,34 @@ def test_mem_available_is_read_and_its_absence_named(tmp_path):
         read_host_available(str(file))
     with pytest.raises(ConfigError, match="not readable"):
         read_host_available(str(tmp_path / "absent"))
+
+
+def fake_gpu(sysfs: Path, address: str, card: str, *values: int) -> None:
+    device = sysfs / "bus/pci/devices" / address
+    device.mkdir(parents=True)
+    names = [f"mem_info_{pool}_{what}" for pool in ("gtt", "vram") for what in ("used", "total")]
+    for name, value in zip(names, values, strict=True):
+        (device / name).write_text(f"{value}\n")
+    (sysfs / "class/drm" / card).mkdir(parents=True)
+    (sysfs / "class/drm" / card / "device").symlink_to(device)
+
+
+def test_the_drivers_own_figures(tmp_path: Path) -> None:
+    assert read_gpu_memory(sysfs=str(tmp_path)) is None
+    fake_gpu(tmp_path, "0000:c5:00.0", "card1", 10, 100, 5, 50)
+    # A connector of the same card, and a card of another driver.
+    (tmp_path / "class/drm/card1-HDMI-A-1").mkdir()
+    (tmp_path / "class/drm/card0/device").mkdir(parents=True)
+    only = GpuMemory(10, 100, 5, 50)
+    assert read_gpu_memory(sysfs=str(tmp_path)) == only
+    fake_gpu(tmp_path, "0000:03:00.0", "card2", 1, 2, 3, 4)
+    assert read_gpu_memory(sysfs=str(tmp_path)) is None, "which one it would be is not known"
+    assert read_gpu_memory("0000:c5:00.0", str(tmp_path)) == only
+    assert read_gpu_memory("0000:03:00.0", str(tmp_path)) == GpuMemory(1, 2, 3, 4)
+    assert read_gpu_memory("0000:99:00.0", str(tmp_path)) is None
+
+
+def test_a_figure_that_cannot_be_read_is_no_figure(tmp_path: Path) -> None:
+    fake_gpu(tmp_path, "0000:c5:00.0", "card0", 10, 100, 5, 50)
+    (tmp_path / "bus/pci/devices/0000:c5:00.0/mem_info_gtt_used").write_text("busy")
+    assert read_gpu_memory("0000:c5:00.0", str(tmp_path)) is None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shutil
+import subprocess
 
 import pytest
 from http_fixtures import parse_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from nybble.service.engine.protocol import EngineInfo, EngineStats, MemoryReport
+from nybble.service.engine.protocol import EngineInfo, EngineStats, KernelReport, MemoryReport
+from nybble.service.memory import GpuMemory
 from nybble.service.metrics import GEMM_BUCKETS_S, METRICS, Metrics, Snapshot
 
 MEMORY = MemoryReport(1000, {"weights": 600, "dense_copies": 100}, 500, 200, "refused")
@@ -40,6 +44,12 @@ STATS = EngineStats(
     preemptions=1,
     nonfinite=5,
     kv_usage_ratio=0.25,
+    prefix_queries_tokens=90,
+    graph_fallbacks={"batch": 3},
+    spec_draft_tokens=8,
+    spec_accepted_tokens=5,
+    jit_compiles={"skinny": 2},
+    jit_compile_seconds=1.5,
     gemm_calls={("cpu", "decode"): 40, ("cpu", "prefill"): 2},
     jit_compiles={"skinny_w4a16": 12},
     jit_cache_hits={"skinny_w4a16": 3},
@@ -47,9 +57,12 @@ STATS = EngineStats(
 )
 
 
+GPU = GpuMemory(1, 2, 3, 4)
+
+
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("demo", lambda: Snapshot(STATS, INFO, 6, 12345))
+    return Metrics("demo", lambda: Snapshot(STATS, INFO, 6, 12345, GPU))
 
 
 def scrape(metrics: Metrics) -> dict[str, float]:
@@ -85,6 +98,17 @@ def scrape(metrics: Metrics) -> dict[str, float]:
         ('nybble_kernel_selfcheck{path="skinny"}', 0),
         ("nybble_engine_restarts_total", 6),
         ("nybble_host_available_bytes", 12345),
+        ("nybble_gtt_used_bytes", 1),
+        ("nybble_gtt_total_bytes", 2),
+        ("nybble_vram_used_bytes", 3),
+        ("nybble_vram_total_bytes", 4),
+        ("nybble_prefix_cache_queries_tokens_total", 90),
+        ("nybble_prefix_cache_hits_tokens_total", 7),
+        ("nybble_spec_draft_tokens_total", 8),
+        ("nybble_spec_accepted_tokens_total", 5),
+        ('nybble_graph_fallbacks_total{reason="batch"}', 3),
+        ('nybble_jit_compiles_total{kernel="skinny"}', 2),
+        ("nybble_jit_compile_seconds_total", 1.5),
         ('vllm:num_requests_running{model_name="demo"}', 2),
         ('vllm:num_requests_waiting{model_name="demo"}', 4),
         ('vllm:kv_cache_usage_perc{model_name="demo"}', 0.25),
@@ -160,3 +184,72 @@ def test_apps_do_not_share_metrics(metrics: Metrics) -> None:
     metrics.first_token(1.0)
     other = Metrics("demo", lambda: Snapshot(STATS, INFO, 0, 0))
     assert scrape(other)["nybble_time_to_first_token_seconds_count"] == 0
+
+
+def kernel(layer: str, n: int, k: int, count: int, nbytes: int) -> KernelReport:
+    return KernelReport(layer, count, n, k, 32, True, "hybrid", "", {}, (), nbytes)
+
+
+def test_bandwidth_is_bytes_over_time_over_the_copy_rate() -> None:
+    info = dataclasses.replace(
+        INFO,
+        copy_bytes_per_s=1e9,
+        kernels=(kernel("qkv", 200, 100, 4, 40_000), kernel("down", 100, 300, 1, 20_000)),
+    )
+    latest = {
+        ("qkv", "skinny"): (4e-5, 1),
+        ("down", "skinny"): (6e-5, 1),
+        ("down", "dense"): (1e-4, 10),
+        ("gone", "skinny"): (1.0, 1),
+    }
+    values = scrape(Metrics("demo", lambda: Snapshot(STATS, info, 0, 0, None, latest)))
+    # 10,000 + 20,000 bytes of weights, 600 and 800 of x and y, in 100 microseconds, at 1 byte a nanosecond.
+    assert values['nybble_gemm_bandwidth_ratio{path="skinny"}'] == pytest.approx(0.314)
+    assert values['nybble_gemm_bandwidth_ratio{path="dense"}'] == pytest.approx(0.68)
+    unmeasured = dataclasses.replace(info, copy_bytes_per_s=0.0)
+    text = Metrics("demo", lambda: Snapshot(STATS, unmeasured, 0, 0, None, latest)).render().decode()
+    assert "nybble_gemm_bandwidth_ratio{" not in text
+
+
+DESIGNED = """
+gemm_seconds gemm_calls_total gemm_sampled_calls_total gemm_bandwidth_ratio dense_cache_budget_bytes
+dense_cache_required_bytes dense_cache_used_bytes dense_cache_layers dense_cache_state dense_cache_build_seconds
+memory_bytes memory_budget_bytes host_available_bytes gtt_used_bytes gtt_total_bytes vram_used_bytes vram_total_bytes
+requests_started_total requests_total requests_running requests_waiting rejected_total nonfinite_total
+graph_fallbacks_total prompt_tokens_total generation_tokens_total cached_prompt_tokens_total
+time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds e2e_request_latency_seconds
+queue_seconds kv_cache_usage_ratio prefix_cache_queries_tokens_total prefix_cache_hits_tokens_total
+spec_draft_tokens_total spec_accepted_tokens_total engine_restarts_total kernel_selfcheck jit_compiles_total
+jit_compile_seconds_total
+"""
+
+
+def test_names_that_dashboards_rely_on_are_there() -> None:
+    assert set(DESIGNED.split()) <= {metric.name for metric in METRICS}
+
+
+@pytest.mark.parametrize(
+    "buckets", [m.buckets for m in METRICS if m.name in ("queue_seconds", "e2e_request_latency_seconds")]
+)
+def test_request_buckets_go_from_a_millisecond_to_20_minutes(buckets: tuple[float, ...]) -> None:
+    assert (buckets[0], buckets[-1]) == (0.001, 1200.0) and list(buckets) == sorted(set(buckets))
+
+
+def test_promtool_finds_nothing_to_complain_of(metrics: Metrics) -> None:
+    """Except the colons, by which the aliases are named as they are elsewhere."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    metrics.finished(1.0, 0.1)
+    metrics.first_token(0.1)
+    metrics.gemm({("cpu", "decode"): (1e-5,)})
+    metrics.rejected("queue_full")
+    metrics.http("/v1/models", 200)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=metrics.render(), capture_output=True, check=False
+    )
+    said = (done.stdout + done.stderr).decode().splitlines()
+    assert done.returncode in (0, 3), said
+    colon = re.compile(r"vllm:\w+ metric names should not contain ':'")
+    assert [line for line in said if not colon.fullmatch(line)] == []
+    assert len(said) == sum(len(metric.aliases) for metric in METRICS), "every family has been looked at"

@@ -32,7 +32,7 @@ from nybble.service.checkpoints.calibration import importance, text_tokens
 from nybble.service.checkpoints.demo import source_gguf
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.quantize import quantize_tensor
-from nybble.service.models.decoder import RescoredHead
+from nybble.service.models.layers import RescoredHead
 
 WINDOW = 1024
 TOKENS = 6 * WINDOW  # of each text, from its start

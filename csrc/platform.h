@@ -51,6 +51,15 @@ NYBBLE_DEV int block_x() { return blockIdx.x; }
 NYBBLE_DEV int block_y() { return blockIdx.y; }
 NYBBLE_DEV int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 #endif
+#if NYBBLE_AMD
+NYBBLE_DEV float power_of_2(float x) { return __builtin_amdgcn_exp2f(x); }
+#else
+NYBBLE_DEV float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
 NYBBLE_DEV int lane_index() { return thread_index() % WAVE; }
 NYBBLE_DEV int wave_index() { return uniform(thread_index() / WAVE); }
 

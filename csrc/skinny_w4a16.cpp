@@ -5,10 +5,14 @@
 //   NYBBLE_GROUP    32, 64 or 128                        NYBBLE_ZEROS  0 or 1: zero points stored
 //   NYBBLE_M        most rows of x                       NYBBLE_ROWS   rows of w of a block
 //   NYBBLE_WAVES    waves of a block, which share K      NYBBLE_STEP    granules that a wave takes at a time
-//   NYBBLE_STAGES   of MmaTile's ring
+//   NYBBLE_STAGES   of MmaTile's ring                    NYBBLE_GATE   NO_GATE, or SILU or GELU_TANH: see store()
 #include "dot_rows.h"
 #include "mma_tile.h"
 #include "wmma_tile.h"
+
+#ifndef NYBBLE_GATE
+#define NYBBLE_GATE NO_GATE
+#endif
 
 namespace nybble {
 
@@ -45,5 +49,5 @@ void nybble_skinny_w4a16(const void* x, const void* w, const void* scales, const
   if (Engine::SHARED_BYTES) block_barrier();  // the sums take the place of what the engine kept there
   engine.deposit(sums + wave * NYBBLE_M * NYBBLE_ROWS);
   block_barrier();
-  reduce_and_store<NYBBLE_TYPE, NYBBLE_M, NYBBLE_ROWS, NYBBLE_WAVES>(p, sums, last_to_come);
+  reduce_and_store<NYBBLE_TYPE, NYBBLE_M, NYBBLE_ROWS, NYBBLE_WAVES, NYBBLE_GATE>(p, sums, last_to_come);
 }

@@ -43,7 +43,7 @@ struct Problem {
   const u8* scales;    // [n, k/G], rows s_stride bytes apart
   const u8* zeros;     // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
   const u16* bias;     // [n] or null
-  u16* y;              // [m, n]
+  u16* y;              // [m, n], or [m, n/2] with a gate
   float* partial;      // [splits, m, n] where splits > 1
   u32* counters;       // [blocks of rows], 0 between calls
   int m, n, k;
@@ -118,27 +118,47 @@ NYBBLE_DEV void exact_pairs(u32 word, PackedZero zero, Pair (&pair)[4], u32 low 
 
 // ---------------------------------------------------------------------------------------------------- reduce and store
 
-template <class Type>
-NYBBLE_DEV void store(const Problem& p, int m, int n, float value) {
+// Of a gate_up layer whose rows alternate gate and up, y [m, n/2] = GATE(gate) * up instead of the sums themselves.
+enum Gate { NO_GATE, SILU, GELU_TANH };
+
+// Both are x times a sigmoid: of x, or (the tanh form of GELU) of twice its inner polynomial.
+template <int GATE>
+NYBBLE_DEV float activated(float x) {
+  const float inner = GATE == SILU ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + power_of_2(-1.4426950408889634f * inner));
+}
+
+// value: the sum for (m, n); up: the one for (m, n + 1), read only with a gate, where n is even.
+template <class Type, int GATE>
+NYBBLE_DEV void store(const Problem& p, int m, int n, float value, float up) {
   if (p.bias) value += Type::wide(p.bias[n]);
-  p.y[u64(m) * p.n + n] = Type::narrow(value);
+  if constexpr (GATE == NO_GATE) {
+    p.y[u64(m) * p.n + n] = Type::narrow(value);
+  } else {
+    if (p.bias) up += Type::wide(p.bias[n + 1]);
+    p.y[u64(m) * (p.n / 2) + n / 2] = Type::narrow(activated<GATE>(value) * up);
+  }
 }
 
 // sums [WAVES, M, ROWS] -> y, or this split's part of `partial`; the last split to come adds all of them, in order.
-template <class Type, int M, int ROWS, int WAVES>
+template <class Type, int M, int ROWS, int WAVES, int GATE>
 NYBBLE_DEV void reduce_and_store(const Problem& p, const float* sums, u32* last_to_come) {
-  constexpr int THREADS = WAVES * WAVE;
+  constexpr int THREADS = WAVES * WAVE, TOGETHER = GATE == NO_GATE ? 1 : 2;
   const int row0 = block_x() * ROWS;
-  for (int i = thread_index(); i < M * ROWS; i += THREADS) {
+  for (int i = thread_index() * TOGETHER; i < M * ROWS; i += THREADS * TOGETHER) {
     const int m = i / ROWS, n = row0 + i % ROWS;
     if (m >= p.m || n >= p.n) continue;
-    float value = 0;
+    float value[2] = {0, 0};
     NYBBLE_UNROLL
-    for (int wave = 0; wave < WAVES; wave++) value += sums[wave * M * ROWS + i];
+    for (int wave = 0; wave < WAVES; wave++) {
+      NYBBLE_UNROLL
+      for (int j = 0; j < TOGETHER; j++) value[j] += sums[wave * M * ROWS + i + j];
+    }
     if (p.splits == 1) {
-      store<Type>(p, m, n, value);
+      store<Type, GATE>(p, m, n, value[0], value[1]);
     } else {
-      p.partial[(u64(block_y()) * p.m + m) * p.n + n] = value;
+      NYBBLE_UNROLL
+      for (int j = 0; j < TOGETHER; j++) p.partial[(u64(block_y()) * p.m + m) * p.n + n + j] = value[j];
     }
   }
   if (p.splits == 1) return;
@@ -149,14 +169,17 @@ NYBBLE_DEV void reduce_and_store(const Problem& p, const float* sums, u32* last_
   block_barrier();
   if (!*last_to_come) return;
   device_fence();
-  for (int i = thread_index(); i < M * ROWS; i += THREADS) {
+  for (int i = thread_index() * TOGETHER; i < M * ROWS; i += THREADS * TOGETHER) {
     const int m = i / ROWS, n = row0 + i % ROWS;
     if (m >= p.m || n >= p.n) continue;
-    float value = 0;
+    float value[2] = {0, 0};
     for (int split = 0; split < p.splits; split++) {
-      value += load_shared_by_blocks(p.partial + (u64(split) * p.m + m) * p.n + n);
+      NYBBLE_UNROLL
+      for (int j = 0; j < TOGETHER; j++) {
+        value[j] += load_shared_by_blocks(p.partial + (u64(split) * p.m + m) * p.n + n + j);
+      }
     }
-    store<Type>(p, m, n, value);
+    store<Type, GATE>(p, m, n, value[0], value[1]);
   }
   if (thread_index() == 0) p.counters[block_x()] = 0;
 }

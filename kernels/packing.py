@@ -10,7 +10,7 @@ The number format: w[n, k] = (q[n, k] - z[n, k // G]) * s[n, k // G] with q in 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -122,3 +122,19 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
         n=sum(w.n for w in weights),
         k=first.k,
     )
+
+
+def take_rows(weight: W4A16Weight, rows: torch.Tensor) -> W4A16Weight:
+    """The weight of the given rows (int64 [N'], in that order)."""
+    return replace(
+        weight,
+        q=weight.q[rows],
+        scales=weight.scales[rows],
+        zeros=None if weight.zeros is None else weight.zeros[rows],
+        n=len(rows),
+    )
+
+
+def interleave_halves(n: int) -> torch.Tensor:
+    """int64 [N]: rows 0, N/2, 1, N/2 + 1, ... of a fused gate_up, so that every gate stands beside its up. N even."""
+    return torch.arange(n).view(2, -1).t().flatten()

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from nybble.service.engine.protocol import (
     FINISH_REASONS,
+    GRAPH_FALLBACKS,
     EngineInfo,
     EngineStats,
     KernelReport,
@@ -113,10 +114,6 @@ def _gemm_bytes(report: KernelReport, path: str, m: int) -> float:
     return weights + 2 * m * (report.n + report.k)
 
 
-def _graph_fallbacks(snapshot: Snapshot) -> Samples:
-    return [((reason,), count) for reason, count in snapshot.stats.graph_fallbacks.items()]
-
-
 def _finished(snapshot: Snapshot) -> Samples:
     # All reasons are there from the start, so that a rate over them has no gaps.
     reasons = dict.fromkeys(FINISH_REASONS, 0) | snapshot.stats.finished
@@ -133,6 +130,11 @@ def _jit_compiles(snapshot: Snapshot) -> Samples:
 
 def _jit_cache_hits(snapshot: Snapshot) -> Samples:
     return [((kernel,), count) for kernel, count in snapshot.stats.jit_cache_hits.items()]
+
+
+def _graph_fallbacks(snapshot: Snapshot) -> Samples:
+    reasons = dict.fromkeys(GRAPH_FALLBACKS, 0) | snapshot.stats.graph_fallbacks
+    return [((reason,), count) for reason, count in reasons.items()]
 
 
 def _pools(snapshot: Snapshot) -> Samples:
@@ -161,8 +163,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("gemm_bandwidth_ratio", "gauge",
            "Bytes per second of the path's latest sampled calls over the device's measured copy rate.", ("path",),
            _bandwidth),
-    Metric("graph_fallbacks_total", "counter", "Decode steps that ran without a captured graph, by reason.", ("reason",),
-           _graph_fallbacks),
+    Metric("graph_fallbacks_total", "counter", "Decode batch sizes that run without a captured graph, by reason.",
+           ("reason",), _graph_fallbacks),
     Metric("kernel_selfcheck", "gauge", "1 if the GEMM path passed its self-check at start, 0 if not.", ("path",),
            _selfcheck),
     Metric("jit_compiles_total", "counter", "Kernels compiled at run time, by kernel.", ("kernel",), _jit_compiles),

@@ -13,11 +13,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from nybble.kernels.target import Target
+
+# Of the Triton back end: its tiles hold whole heads; bf16 tensor cores start with sm_80.
+MAX_HEAD_DIM = 256
+_CUDA_FROM = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +70,67 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, q: torch.Tensor, plan: Any, window: int | None, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        plan: Any,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """q [T, H, D] -> [T, H, D]. A row at position p sees positions max(0, p - window + 1)..p."""
+        """q [T, H, D] -> [T, H, D]. A row at position p sees positions max(0, p - window + 1)..p.
+
+        softcap: a score s (already scaled) becomes softcap * tanh(s / softcap) before the mask, as in Gemma 2.
+        """
 
 
-def backend_for(target: Target) -> AttentionBackend:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A back end, and why each earlier row of the table declined (name -> reason)."""
+
+    backend: AttentionBackend
+    declined: dict[str, str]
+
+
+# Per platform, in order of preference.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": ("sdpa",),
+    "rocm": ("triton", "sdpa"),
+    "cuda": ("triton", "sdpa"),
+    "xpu": ("sdpa",),
+}
+
+
+def choose(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> Choice:
+    """The first back end of the target's row that fits."""
+    declined: dict[str, str] = {}
+    for name in BACKENDS[target.kind]:
+        reason = _why_not_triton(target, dtype, head_dim, block_size) if name == "triton" else None
+        if reason is None:
+            return Choice(_make(name), declined)
+        declined[name] = reason
+    raise ValueError(f"no attention back end for {target.kind} {target.arch}: {declined}")
+
+
+def _make(name: str) -> AttentionBackend:
+    if name == "triton":
+        from nybble.kernels.attention.paged import PagedAttention
+
+        return PagedAttention()
     from nybble.kernels.attention.sdpa import SdpaAttention
 
     return SdpaAttention()
+
+
+def _why_not_triton(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed (on ROCm it comes with AMD's torch; elsewhere: pip install triton)"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"activations {str(dtype).removeprefix('torch.')}: accepted float16, bfloat16"
+    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
+        return f"head dimension {head_dim}: accepted even ones up to {MAX_HEAD_DIM}"
+    if block_size & (block_size - 1):
+        return f"KV block size {block_size}: accepted powers of two"
+    if target.kind == "cuda" and int(target.arch.removeprefix("sm_")) < _CUDA_FROM:
+        return f"{target.arch}: accepted sm_{_CUDA_FROM} or newer"
+    return None

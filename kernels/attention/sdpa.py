@@ -75,17 +75,25 @@ class SdpaAttention(AttentionBackend):
             self.cache[layer].index_copy_(1, slots, by_head)
 
     def attend(
-        self, layer: int, q: torch.Tensor, plan: SdpaPlan, window: int | None, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        plan: SdpaPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         parts = plan.parts[window]
         if len(parts) == 1:
-            return self._run(layer, q, parts[0], scale)
+            return self._run(layer, q, parts[0], scale, softcap)
         out = torch.empty_like(q)
         for part in parts:
-            out[part.rows] = self._run(layer, q[part.rows], part, scale)
+            out[part.rows] = self._run(layer, q[part.rows], part, scale, softcap)
         return out
 
-    def _run(self, layer: int, q: torch.Tensor, part: _Part, scale: float) -> torch.Tensor:
+    def _run(
+        self, layer: int, q: torch.Tensor, part: _Part, scale: float, softcap: float | None
+    ) -> torch.Tensor:
         """q [count * q_len, H, D] -> the same shape."""
         heads, dim = q.shape[1], q.shape[2]
         kv_heads = self.shape.kv_heads
@@ -104,7 +112,10 @@ class SdpaAttention(AttentionBackend):
             rows = q.transpose(0, 1).reshape(kv_heads, group, part.q_len, dim)
         k = source.as_strided(size, stride, first * dim)
         v = source.as_strided(size, stride, (kv_heads * slots + first) * dim)
-        out = scaled_dot_product_attention(rows, k, v, attn_mask=part.mask, scale=scale)
+        if softcap is None:
+            out = scaled_dot_product_attention(rows, k, v, attn_mask=part.mask, scale=scale)
+        else:
+            out = _capped(rows, k, v, part.mask, scale, softcap)
         if part.q_len == 1:
             return out.reshape(part.count, heads, dim)
         return out.reshape(heads, part.q_len, dim).transpose(0, 1)
@@ -182,6 +193,28 @@ class SdpaAttention(AttentionBackend):
         """0 where visible, minus infinity elsewhere, in the cache's type."""
         mask = torch.zeros(visible.shape, dtype=self.shape.dtype, device=self.device)
         return mask.masked_fill_(~visible, float("-inf"))
+
+
+def _capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """scaled_dot_product_attention with capped scores, which torch's own cannot do.
+
+    q [A, B, R, D], k and v [A, B, L, D]. One A at a time: the float32 scores then stay at B * R * L elements.
+    """
+    out = torch.empty_like(q)
+    for a in range(q.shape[0]):
+        scores = torch.matmul(q[a], k[a].transpose(-1, -2)).to(torch.float32).mul_(scale / softcap)
+        scores.tanh_().mul_(softcap)
+        if mask is not None:
+            scores += mask[a] if mask.dim() == 4 else mask
+        out[a] = torch.matmul(scores.softmax(dim=-1).to(v.dtype), v[a])
+    return out
 
 
 def _padded(index: torch.Tensor, length: int) -> torch.Tensor:

@@ -6,7 +6,9 @@ x [..., K] --route(M)--> path --apply(state, x, bias, path)--> y [..., N]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +19,7 @@ from nybble.kernels.linear.recorder import RECORDER
 from nybble.kernels.linear.reference import dequantize, linear_reference
 from nybble.kernels.linear.route import PATHS, Decision, RouteRange, decide, route, route_table
 from nybble.kernels.packing import W4A16Weight
+from nybble.kernels.parts import Parts
 from nybble.kernels.target import Target, detect
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "Decision",
     "LinearConfig",
     "LinearKernel",
+    "Parts",
     "RouteRange",
     "Selection",
     "W4A16Linear",
@@ -38,6 +42,8 @@ __all__ = [
     "route_table",
     "select",
 ]
+
+T = TypeVar("T")
 
 
 class W4A16Linear:
@@ -69,6 +75,7 @@ class W4A16Linear:
         label: str = "",
     ) -> None:
         self.config = LinearConfig.of(weight, dtype)
+        self.device = device
         self.target = detect(device) if target is None else target
         if kernel is None:
             self.selection = select(self.config, self.target, broken)
@@ -118,18 +125,44 @@ class W4A16Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != 2:
             return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.config.n)
+        if x.shape[0] == 0:
+            return x.new_empty((0, self.config.n))
+        return self._call(x, self.run)
+
+    def parts(self, x: torch.Tensor) -> Parts:
+        """x [M, K], M >= 1 -> y before its last addition, for a kernel that makes it while it reads."""
+        return self._call(x, self._run_parts)
+
+    def expect_gate(self, activation: str) -> None:
+        """`gated` will be called with this activation: lets the kernel compile ahead."""
+        self.kernel.expect_gate(self.state, self.config, self.device, activation)
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | Parts:
+        """x [M, K], M >= 1, through a layer whose rows alternate gate and up: activation(gate) * up [M, N/2] where the
+        path does both at once, else its parts. activation: a key of kernels/activation.py's GATED."""
+        return self._call(x, lambda x, path: self._run_gated(x, path, activation))
+
+    def _run_parts(self, x: torch.Tensor, path: str) -> Parts:
+        if path == "dense" and self.dense is not None:
+            return Parts.of(self.run(x, path))
+        return self.kernel.apply_parts(self.state, x, self.bias, path)
+
+    def _run_gated(self, x: torch.Tensor, path: str, activation: str) -> torch.Tensor | Parts:
+        y = None if path == "dense" else self.kernel.apply_gated(self.state, x, self.bias, path, activation)
+        return self._run_parts(x, path) if y is None else y
+
+    def _call(self, x: torch.Tensor, run: Callable[[torch.Tensor, str], T]) -> T:
+        """run(x, path) on the path for x's rows, counted and, in a sampled step, timed."""
         m, k = x.shape
         if k != self.config.k or x.dtype is not self.config.dtype:
             raise ValueError(
                 f"x: given {x.dtype} {list(x.shape)}, accepted {self.config.dtype} [M, {self.config.k}]"
             )
-        if m == 0:
-            return x.new_empty((0, self.config.n))
         path = self.path_for(m)
         RECORDER.calls[path, RECORDER.phase] += 1
         if not RECORDER.sampling:
-            return self.run(x, path)
+            return run(x, path)
         mark = RECORDER.start(x.device)
-        y = self.run(x, path)
+        y = run(x, path)
         RECORDER.stop(mark, path, self.label, m)
         return y

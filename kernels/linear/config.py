@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from nybble.kernels.packing import W4A16Weight
+from nybble.kernels.parts import Parts
 from nybble.kernels.target import Target
 
 
@@ -58,6 +59,20 @@ class LinearKernel(ABC):
     @abstractmethod
     def apply(self, state: Any, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> torch.Tensor:
         """x [M, K] of config.dtype, M >= 1 -> [M, N] of the same dtype, bias [N] added."""
+
+    def apply_parts(self, state: Any, x: torch.Tensor, bias: torch.Tensor | None, path: str) -> Parts:
+        """As `apply`, without the last addition where the path has one (see kernels/parts.py)."""
+        return Parts.of(self.apply(state, x, bias, path))
+
+    def apply_gated(
+        self, state: Any, x: torch.Tensor, bias: torch.Tensor | None, path: str, activation: str
+    ) -> torch.Tensor | None:
+        """[M, N/2] activation(gate) * up in the same launch, of a weight whose rows alternate gate and up; None where
+        the path cannot, for this shape."""
+        return None
+
+    def expect_gate(self, state: Any, config: LinearConfig, device: torch.device, activation: str) -> None:  # noqa: B027
+        """`apply_gated` will be called with this activation: whatever takes time to make ready may begin."""
 
     @abstractmethod
     def nbytes(self, state: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.packing import PER_WORD, W4A16Weight
+from nybble.kernels.parts import Parts
 from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE, SkinnyWeight
 from nybble.kernels.target import Target, detect
 from nybble.kernels.tiles import tile_for
@@ -85,6 +86,49 @@ class Hybrid(LinearKernel):
 
         y: torch.Tensor = triton_gemm(x, state.words, state.scales, state.zeros, bias, state.group_size)
         return y
+
+    def apply_parts(
+        self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str
+    ) -> Parts:
+        from nybble.kernels.linear.triton_skinny import skinny_gemm_parts
+
+        if path != "triton":
+            return super().apply_parts(state, x, bias, path)
+        values = skinny_gemm_parts(x, state.words, state.scales, state.zeros, bias, state.group_size)
+        # One part is the finished result, bias included.
+        return Parts(values, bias if values.shape[0] > 1 else None)
+
+    def apply_gated(
+        self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str, activation: str
+    ) -> torch.Tensor | None:
+        if path == "skinny":
+            from nybble.kernels.linear.skinny import skinny_gemm
+
+            return skinny_gemm(
+                x,
+                state.words,
+                state.scales,
+                state.zeros,
+                bias,
+                state.group_size,
+                dependent=True,
+                gate=activation,
+            )
+        from nybble.kernels.linear.triton_skinny import gates, skinny_gemm_gated
+
+        if path != "triton" or not gates(x, state.words, state.zeros, state.group_size):
+            return None
+        y: torch.Tensor = skinny_gemm_gated(
+            x, state.words, state.scales, state.zeros, bias, state.group_size, activation
+        )
+        return y
+
+    def expect_gate(
+        self, state: SkinnyWeight, config: LinearConfig, device: torch.device, activation: str
+    ) -> None:
+        from nybble.kernels.linear import skinny
+
+        skinny.compile_ahead(detect(device), state, config.dtype, activation)
 
     def nbytes(self, state: SkinnyWeight) -> int:
         return state.nbytes

@@ -26,6 +26,7 @@ SOURCE, ENTRY = "skinny_w4a16.cpp", "nybble_skinny_w4a16"
 LAYOUT = "PPPPPPPPiiiiiiii"
 _GRANULE = 32  # k; see csrc/skinny_w4a16.h
 _TYPE = {torch.float16: "Half", torch.bfloat16: "BFloat", torch.float32: "Float"}
+_GATE = {"silu": "SILU", "gelu_tanh": "GELU_TANH"}
 _ALIGNMENT_BYTES = 16
 _READY_AT_MOST = 1 << 16  # launches kept ready
 
@@ -62,7 +63,14 @@ class Plan:
     def blocks(self, n: int) -> int:
         return -(-n // self.rows)
 
-    def program(self, dtype: torch.dtype, scale_dtype: torch.dtype, group_size: int, zeros: bool) -> Program:
+    def program(
+        self,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        group_size: int,
+        zeros: bool,
+        gate: str | None = None,
+    ) -> Program:
         """The code for this plan; splits and shape are its arguments."""
         return Program(
             SOURCE,
@@ -78,6 +86,7 @@ class Plan:
                 f"NYBBLE_WAVES={self.waves}",
                 f"NYBBLE_STEP={self.step}",
                 f"NYBBLE_STAGES={self.stages}",
+                *([] if gate is None else [f"NYBBLE_GATE={_GATE[gate]}"]),
             ),
         )
 
@@ -156,26 +165,31 @@ def programs_for(
     symmetric: bool,
     scale_dtype: torch.dtype | None = None,
     shapes: Iterable[tuple[int, int]] = ((1 << 20, 4096), (1024, 4096)),
+    gates: Iterable[str | None] = (None,),
 ) -> tuple[Program, ...]:
     """Every program that layers of these (N, K) need for M up to 16, each once. scale_dtype: the activations' by default.
 
-    The default shapes stand for a large and a small layer.
+    The default shapes stand for a large and a small layer. gates: activations applied in the same launch, None for none.
     """
     scale_dtype = dtype if scale_dtype is None else scale_dtype
+    gates = tuple(gates)
     plans = (
         plan_for(target, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
         for n, k in shapes
         for m in range(1, MAX_M + 1)
     )
-    return tuple(dict.fromkeys(p.program(dtype, scale_dtype, group_size, not symmetric) for p in plans))
+    each = [(plan, gate) for plan in plans for gate in gates]
+    return tuple(
+        dict.fromkeys(p.program(dtype, scale_dtype, group_size, not symmetric, gate) for p, gate in each)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- launcher
 
 _LIBRARY = torch.library.Library("nybble", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "skinny_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, bool dependent=False)"
-    " -> Tensor"
+    "skinny_gemm(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, bool dependent=False, "
+    "str? gate=None) -> Tensor"
 )
 
 
@@ -187,6 +201,7 @@ def skinny_gemm(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
     """y [M, N] of x's type = x @ ((q - z) * s)^T + bias, products summed in fp32. The same call gives the same bits.
 
@@ -194,13 +209,15 @@ def skinny_gemm(
                                                 apart, of scales a multiple of their own size
     dependent   where the chip can (sm_90 and newer), start before the launch ahead in the stream has ended, which must not
                 be the one that writes the weights
+    gate        "silu" or "gelu_tanh": rows 2i of the weight are gates, rows 2i + 1 ups, and y [M, N/2] is
+                gate(y[:, 0::2]) * y[:, 1::2]
 
     Raises ValueError for anything else, before anything is launched; DriverError when the chip refuses the launch.
     Where K is split, partial sums share one workspace per stream (one for all captured graphs of a device: they may not
     run at the same time).
     """
     y: torch.Tensor = torch.ops.nybble.skinny_gemm.default(
-        x, words, scales, zeros, bias, group_size, dependent
+        x, words, scales, zeros, bias, group_size, dependent, gate
     )
     return y
 
@@ -213,6 +230,7 @@ def _run(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
     # Everything that the checks, the plan and the launch depend on, and the addresses: what is found here was checked.
     key = (
@@ -227,10 +245,11 @@ def _run(
         None if bias is None else _identity(bias),
         group_size,
         dependent,
+        gate,
     )
     ready = _READY.get(key)
     if ready is None:
-        ready = _prepare(x, words, scales, zeros, bias, group_size, dependent)
+        ready = _prepare(x, words, scales, zeros, bias, group_size, dependent, gate)
         if len(_READY) >= _READY_AT_MOST:
             _READY.clear()
         _READY[key] = ready
@@ -252,22 +271,30 @@ def _prepare(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool,
+    gate: str | None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Check the arguments, plan, compile or find the code: x -> y for calls like this one."""
-    check(x, words, scales, zeros, bias, group_size)
+    check(x, words, scales, zeros, bias, group_size, gate)
     m, k = x.shape
     n = words.shape[0]
     if m == 0 or n == 0:
-        return lambda x: x.new_empty(m, n)
+        return lambda x: x.new_empty(m, _columns(n, gate))
     if x.stride(0) * x.element_size() % _ALIGNMENT_BYTES and m > 1 or x.data_ptr() % _ALIGNMENT_BYTES:
         # Rows that 16-byte loads cannot start at: rare, and a copy of a few rows is cheap.
         inner = _prepare(
-            x.clone(memory_format=torch.contiguous_format), words, scales, zeros, bias, group_size, dependent
+            x.clone(memory_format=torch.contiguous_format),
+            words,
+            scales,
+            zeros,
+            bias,
+            group_size,
+            dependent,
+            gate,
         )
         return lambda x: inner(x.clone(memory_format=torch.contiguous_format))
     target = _target(x.device)
     plan = plan_for(target, m, n, k, group_size, scales.element_size(), zeros is not None)
-    return bind(plan, x, words, scales, zeros, bias, group_size, dependent)
+    return bind(plan, x, words, scales, zeros, bias, group_size, dependent, gate)
 
 
 def bind(
@@ -279,12 +306,13 @@ def bind(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """x -> y with a plan of the caller's choice, for arguments already checked and any x shaped like this one."""
     m, k = x.shape
     n = words.shape[0]
     device = x.device
-    kernel = native.load(plan.program(x.dtype, scales.dtype, group_size, zeros is not None), device)
+    kernel = native.load(plan.program(x.dtype, scales.dtype, group_size, zeros is not None, gate), device)
     dependent = dependent and _can_depend(kernel.target)
     launch = _launch(
         kernel,
@@ -305,10 +333,11 @@ def bind(
         0 if zeros is None else zeros.stride(0) * zeros.element_size(),
         plan.splits,
     )
+    columns = _columns(n, gate)
     stream_of, index, split = _current_stream, device.index, plan.splits > 1
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty((m, n))
+        y = x.new_empty((m, columns))
         stream = stream_of(index)
         partial, counters = _workspace(device, stream, plan, m, n) if split else (0, 0)
         launch(stream, x.data_ptr(), w, s, z, b, y.data_ptr(), partial, counters, *numbers)
@@ -324,9 +353,14 @@ def check(
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     group_size: int,
+    gate: str | None = None,
 ) -> None:
     """Raise ValueError unless the arguments are what `skinny_gemm` documents."""
     operands.check(x, words, scales, zeros, bias, group_size)
+    if gate is not None and (gate not in _GATE or words.shape[0] % 2):
+        raise ValueError(
+            f"gate: given {gate!r} for N={words.shape[0]}, accepted {', '.join(_GATE)} and an even N"
+        )
     if x.shape[0] > MAX_M:
         raise ValueError(f"x: given {operands.given(x)}, accepted at most {MAX_M} rows")
     stride = words.stride(0) * words.element_size()
@@ -343,21 +377,25 @@ def check(
             )
 
 
+def _columns(n: int, gate: str | None) -> int:
+    return n if gate is None else n // 2
+
+
 def _can_depend(target: Target) -> bool:
     return target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
 
 
-_COMPILING: dict[tuple[str, torch.dtype, torch.dtype, int, bool, int, int], native.Compilation] = {}
+_COMPILING: dict[tuple[object, ...], native.Compilation] = {}
 
 
-def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype) -> None:
+def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate: str | None = None) -> None:
     """Begin, in the background, to compile what calls with this weight need. Errors wait for the call that needs it."""
     zeros = weight.zeros is not None
-    key = (target.arch, dtype, weight.scales.dtype, weight.group_size, zeros, weight.n, weight.k)
+    key = (target.arch, dtype, weight.scales.dtype, weight.group_size, zeros, weight.n, weight.k, gate)
     if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):
         return
     programs = programs_for(
-        target, dtype, weight.group_size, not zeros, weight.scales.dtype, [(weight.n, weight.k)]
+        target, dtype, weight.group_size, not zeros, weight.scales.dtype, [(weight.n, weight.k)], [gate]
     )
     _COMPILING[key] = native.compile_all(programs, target)
 
@@ -408,8 +446,9 @@ def _fake(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], words.shape[0])
+    return x.new_empty(x.shape[0], _columns(words.shape[0], gate))
 
 
 def _refuse(
@@ -420,8 +459,9 @@ def _refuse(
     bias: torch.Tensor | None,
     group_size: int,
     dependent: bool = False,
+    gate: str | None = None,
 ) -> torch.Tensor:
-    check(x, words, scales, zeros, bias, group_size)
+    check(x, words, scales, zeros, bias, group_size, gate)
     raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx12* or CUDA)")
 
 

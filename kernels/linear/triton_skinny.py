@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels.fused.activation import activate, check_activation
 from nybble.kernels.linear import operands
 from nybble.kernels.target import detect
 from nybble.kernels.tiles import Tile, tile_for
@@ -28,6 +30,8 @@ from nybble.kernels.tiles import Tile, tile_for
 RDNA = ("gfx11", "gfx120")
 _X_CLIFF_BYTES = 2048
 _X_PAD_BYTES = 128
+# Rows up to which the gate is applied inside the gate_up GEMM whatever its tile: a decode step's launches are its limit.
+_GATED_ALWAYS_ROWS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -155,12 +159,16 @@ def w4a16_skinny(
     HAS_BIAS: tl.constexpr,
     SCALED: tl.constexpr,
     FEW_ROWS: tl.constexpr,
+    GATED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     BACKEND: tl.constexpr,
 ):
-    """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias."""
+    """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias.
+
+    GATED, a name or None: rows of the weight alternate gate and up, y is GATED(gate) * up, [M, N/2].
+    """
     pid = tl.program_id(0)
     split = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)
@@ -223,10 +231,16 @@ def w4a16_skinny(
                 product = tl.dot(w, x)
             acc += product * now.to(tl.float32)[:, None]
 
-    inside = (rows_m < M)[:, None] & (rows_n < N)[None, :]
     out = tl.trans(acc)
     if HAS_BIAS:
         out += tl.load(bias_ptr + safe_n).to(tl.float32)[None, :]
+    if GATED is not None:
+        gate, up = tl.split(tl.reshape(out, (BM, BN // 2, 2)))
+        out = activate(gate, GATED) * up
+        rows_n = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+        inside = (rows_m < M)[:, None] & (rows_n < N // 2)[None, :]
+    else:
+        inside = (rows_m < M)[:, None] & (rows_n < N)[None, :]
     y_ptrs = y_ptr + (split.to(tl.int64) * M + rows_m)[:, None] * stride_ym + rows_n[None, :]
     tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -293,6 +307,77 @@ def _(
     return x.new_empty(x.shape[0], words.shape[0])
 
 
+@torch.library.custom_op("nybble::w4a16_triton_skinny_parts", mutates_args=())
+def skinny_gemm_parts(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    """`skinny_gemm` before the addition of its K parts: fp32 [S, M, N] without bias where the chip's tile splits K, else
+    [1, M, N], the finished result."""
+    operands.check(x, words, scales, zeros, bias, group_size)
+    return launch_parts(x, words, scales, zeros, bias, group_size, _tile(x, words, zeros, group_size))
+
+
+@skinny_gemm_parts.register_fake
+def _(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    return _empty_parts(x, words.shape[0], _tile(x, words, zeros, group_size))
+
+
+@torch.library.custom_op("nybble::w4a16_triton_skinny_gated", mutates_args=())
+def skinny_gemm_gated(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+) -> torch.Tensor:
+    """activation(gate) * up, [M, N/2] of x's type, where rows 2i of the weight are gates and rows 2i + 1 ups; see
+    `skinny_gemm` for the other arguments. activation: "silu" or "gelu_tanh". K is never split.
+
+    Raises ValueError as `skinny_gemm` does, and for an odd N.
+    """
+    operands.check(x, words, scales, zeros, bias, group_size)
+    check_activation(activation)
+    if words.shape[0] % 2:
+        raise ValueError(f"words: given N={words.shape[0]}, accepted an even N (gates and ups alternate)")
+    tile = replace(_tile(x, words, zeros, group_size), split_k=1)
+    return launch_parts(x, words, scales, zeros, bias, group_size, tile, activation)[0]
+
+
+@skinny_gemm_gated.register_fake
+def _(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], words.shape[0] // 2)
+
+
+def gates(x: torch.Tensor, words: torch.Tensor, zeros: torch.Tensor | None, group_size: int) -> bool:
+    """Whether `skinny_gemm_gated` pays: where K would be split for many rows, parts are faster; for few rows the launch
+    it saves is worth more."""
+    return words.shape[0] % 2 == 0 and (
+        x.shape[0] <= _GATED_ALWAYS_ROWS or _tile(x, words, zeros, group_size).split_k == 1
+    )
+
+
 def launch(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -303,25 +388,57 @@ def launch(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`skinny_gemm` on arguments already checked, with a tile of the caller's choice (default: the chip's table)."""
-    m, k = x.shape
-    n = words.shape[0]
-    y = x.new_empty(m, n)
-    if m == 0 or n == 0:
-        return y
+    if tile is None:
+        tile = _tile(x, words, zeros, group_size)
+    parts = launch_parts(x, words, scales, zeros, bias, group_size, tile)
+    if tile.split_k == 1:
+        return parts[0]
+    y = x.new_empty(parts.shape[1:])
+    if y.numel():
+        reduce_splits(parts, bias, y)
+    return y
+
+
+def launch_parts(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+    tile: Tile,
+    gated: str | None = None,
+) -> torch.Tensor:
+    """The GEMM kernel alone, on arguments already checked: [1, M, N], or fp32 [S, M, N] without bias where the tile
+    splits K; gated, by an activation's name, [1, M, N/2]."""
+    check_step(tile, group_size)
+    out = _empty_parts(x, words.shape[0] // (2 if gated else 1), tile)
+    if out.numel() == 0:
+        return out
     arch = arch_of(x.device)
     gluon = _gluon_kernel() if arch.startswith(RDNA) else None
-    if tile is None:
-        tile = tile_for(arch, m, n, k, group_size, x.dtype, zeros is None, table_name(arch))
-    check_step(tile, group_size)
     x = _off_the_cliff(x, arch)
-    out = y if tile.split_k == 1 else x.new_empty(tile.split_k, m, n, dtype=torch.float32)
+    y = out[0] if tile.split_k == 1 else out
     if gluon:
-        gluon.launch_tiles(x, words, scales, zeros, bias, out, group_size, tile, arch.startswith("gfx12"))
+        gluon.launch_tiles(
+            x, words, scales, zeros, bias, y, group_size, tile, arch.startswith("gfx12"), gated
+        )
     else:
-        _launch_tiles(x, words, scales, zeros, bias, out, group_size, tile)
-    if tile.split_k > 1:
-        reduce_splits(out, bias, y)
-    return y
+        _launch_tiles(x, words, scales, zeros, bias, y, group_size, tile, gated)
+    return out
+
+
+def _tile(x: torch.Tensor, words: torch.Tensor, zeros: torch.Tensor | None, group_size: int) -> Tile:
+    """The chip's tile for these arguments."""
+    arch = arch_of(x.device)
+    (m, k), n = x.shape, words.shape[0]
+    return tile_for(arch, max(m, 1), max(n, 1), k, group_size, x.dtype, zeros is None, table_name(arch))
+
+
+def _empty_parts(x: torch.Tensor, n: int, tile: Tile) -> torch.Tensor:
+    if tile.split_k == 1:
+        return x.new_empty(1, x.shape[0], n)
+    return x.new_empty(tile.split_k, x.shape[0], n, dtype=torch.float32)
 
 
 def _launch_tiles(
@@ -333,6 +450,7 @@ def _launch_tiles(
     out: torch.Tensor,
     group_size: int,
     tile: Tile,
+    gated: str | None,
 ) -> None:
     m, k = x.shape
     n = words.shape[0]
@@ -351,7 +469,7 @@ def _launch_tiles(
         words.stride(0),
         scales.stride(0),
         0 if zeros is None else zeros.stride(0),
-        n,
+        n // 2 if gated else n,
         triton.cdiv(k // group_size, tile.split_k),
         G=group_size,
         HAS_ZEROS=zeros is not None,
@@ -359,6 +477,7 @@ def _launch_tiles(
         # A scale of another type would be rounded twice on its way into the weight.
         SCALED=tile.scale_weights and scales.dtype == x.dtype,
         FEW_ROWS=m < tile.block_m,
+        GATED=gated,
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,

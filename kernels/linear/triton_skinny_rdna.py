@@ -201,6 +201,7 @@ def w4a16_skinny_rdna(
     DTYPE: gl.constexpr,
     RDNA4: gl.constexpr,
     ROW_SUMS: gl.constexpr,
+    GATED: gl.constexpr,
     X_REGS: gl.constexpr,
     W_REGS: gl.constexpr,
     ACC: gl.constexpr,
@@ -210,11 +211,13 @@ def w4a16_skinny_rdna(
     W_LDS: gl.constexpr,
     W_LDS_16: gl.constexpr,
     Y_REGS: gl.constexpr,
+    GATED_REGS: gl.constexpr,
 ):
     """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias.
 
     x is read as int32, two values of DTYPE each. With ROW_SUMS (bf16) the products take 128 + q as it stands, and
     (128 + z) * sum of the row's activations leaves the sum once per group.
+    GATED, a name or None: rows of the weight alternate gate and up, y is GATED(gate) * up, [M, N/2].
     """
     bf16: gl.constexpr = DTYPE == gl.bfloat16
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, K_WIDTH)
@@ -318,15 +321,27 @@ def w4a16_skinny_rdna(
         total = gl.fma(partial, scale.to(gl.float32)[None, :] + zero, total)
 
     out_type: gl.constexpr = y_ptr.dtype.element_ty
-    y_n = gl.arange(0, BN, gl.SliceLayout(0, Y_REGS))
-    y_m = gl.arange(0, BM, gl.SliceLayout(1, Y_REGS))
     if HAS_BIAS:
         bias = buffer_load(bias_ptr + first_n, s_rows)
         total += bias.to(gl.float32)[None, :]
+    COLUMNS: gl.constexpr = BN if GATED is None else BN // 2
+    REGS: gl.constexpr = Y_REGS if GATED is None else GATED_REGS
+    if GATED is not None:
+        gate, up = gl.split(gl.reshape(gl.convert_layout(total, Y_REGS), (BM, COLUMNS, 2)))
+        if GATED == "silu":
+            inner = gate
+        else:  # the tanh form of GELU is a sigmoid too
+            gl.static_assert(GATED == "gelu_tanh")
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        total = gl.convert_layout(gate / (1 + gl.exp2(-1.4426950408889634 * inner)) * up, REGS)
+        first_n = first_n // 2
+        left_n = left_n // 2
+    y_n = gl.arange(0, COLUMNS, gl.SliceLayout(0, REGS))
+    y_m = gl.arange(0, BM, gl.SliceLayout(1, REGS))
     if out_type == gl.bfloat16:
-        out = gl.convert_layout(_round_to_bf16(total), Y_REGS)
+        out = gl.convert_layout(_round_to_bf16(total), REGS)
     else:
-        out = gl.convert_layout(total.to(out_type), Y_REGS)
+        out = gl.convert_layout(total.to(out_type), REGS)
     y_base = y_ptr + (split.to(gl.int64) * M + first_m) * stride_ym + first_n
     inside = (y_m < left_m)[:, None] & (y_n < left_n)[None, :]
     buffer_store(out, y_base, y_m[:, None] * stride_ym + y_n[None, :], inside)
@@ -345,8 +360,10 @@ def launch_tiles(
     group_size: int,
     tile: Tile,
     rdna4: bool,
+    gated: str | None = None,
 ) -> None:
-    """Run the kernel into `out`: y [M, N], or with split_k > 1 fp32 [S, M, N] without bias. Arguments are checked."""
+    """Run the kernel into `out`: y [M, N], or with split_k > 1 fp32 [S, M, N] without bias; gated [M, N/2]. Arguments
+    are checked."""
     m, k = x.shape
     n = words.shape[0]
     if x.stride(0) % 2 or x.data_ptr() % 4:  # read as int32
@@ -367,7 +384,7 @@ def launch_tiles(
         words.stride(0),
         scales.stride(0),
         0 if zeros is None else zeros.stride(0),
-        n,
+        n // 2 if gated else n,
         triton.cdiv(k // group_size, tile.split_k),
         G=group_size,
         HAS_ZEROS=zeros is not None,
@@ -378,6 +395,7 @@ def launch_tiles(
         DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
         RDNA4=rdna4,
         ROW_SUMS=x.dtype == torch.bfloat16 and tile.block_m <= ROW_SUMS_MAX_BLOCK_M,
+        GATED=gated,
         num_warps=tile.num_warps,
         **layouts(tile, rdna4),
     )
@@ -422,4 +440,5 @@ def layouts(tile: Tile, rdna4: bool) -> dict[str, Any]:
         "W_LDS": pad([[bk // 2, 4]], [bn, bk // 2], [1, 0]),
         "W_LDS_16": pad([[bk, 8]], [bn, bk], [1, 0]),
         "Y_REGS": _rows_layout(bm, bn, 8, warps),
+        "GATED_REGS": _rows_layout(bm, bn // 2, 4, warps),
     }

@@ -104,7 +104,8 @@ def family_programs(
         for dtype in dtypes
         for group_size in group_sizes
         for kind in symmetric
-        for program in skinny.programs_for(target, dtype, group_size, kind)
+        # The gate of nearly every model; another one is compiled where it is first met.
+        for program in skinny.programs_for(target, dtype, group_size, kind, gates=(None, "silu"))
     ]
     return tuple(dict.fromkeys(found))
 

@@ -13,9 +13,10 @@ from typing import Any
 from nybble.service.checkpoints.awq import Awq
 from nybble.service.checkpoints.base import Checkpoint, Format
 from nybble.service.checkpoints.compressed_tensors import CompressedTensors
-from nybble.service.checkpoints.files import PICKLES, read_json
+from nybble.service.checkpoints.files import PICKLES
 from nybble.service.checkpoints.gptq import Gptq
 from nybble.service.errors import CheckpointError, well_formed
+from nybble.service.json_files import read_json
 
 __all__ = ["FORMATS", "Checkpoint", "Format", "open_checkpoint", "resolve"]
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from nybble.kernels.packing import PER_WORD, W4A16Weight
-from nybble.service.checkpoints.files import TensorFiles, read_json
+from nybble.service.checkpoints.files import TensorFiles
 from nybble.service.errors import CheckpointError
+from nybble.service.json_files import read_json
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
@@ -97,6 +98,10 @@ class Checkpoint:
             f"{self.folder}: module {module} has neither {module}.{self._format.packed} nor {module}.weight; "
             "the weights do not belong to this config.json"
         )
+
+    def has(self, module: str) -> bool:
+        """Whether `linear` finds a weight for this module."""
+        return self.quantized(module) or self.has_tensor(f"{module}.weight")
 
     def quantized(self, module: str) -> bool:
         """Whether `linear` gives an int4 weight for this module."""

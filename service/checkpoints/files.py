@@ -5,7 +5,6 @@ Only safetensors and JSON are read. Pickled weights (.bin, .pt, .pth) can run co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod
@@ -16,35 +15,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nybble.service.errors import CheckpointError
+from nybble.service.json_files import FETCH_AGAIN, read_json
 
 SINGLE_FILE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth")
-FETCH_AGAIN = "fetch the file again or repeat the quantisation that wrote it"
 
 # Bytes of one element, by the safetensors format's own type names.
 ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError when it is missing, unreadable or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent}: no {path.name} in this folder; give a folder as Hugging Face models are laid out"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error}); {FETCH_AGAIN}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: given a JSON {type(value).__name__}, accepted an object")
-    return value
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 class TensorFiles:

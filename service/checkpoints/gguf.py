@@ -16,8 +16,8 @@ import torch
 from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nybble.service.checkpoints.files import write_json
 from nybble.service.errors import CheckpointError, well_formed
+from nybble.service.json_files import write_json
 
 # GGUF architecture -> (Hugging Face class, model_type, q and k rows are interleaved for rotary pairs)
 ARCHITECTURES = {

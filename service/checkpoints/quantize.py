@@ -25,10 +25,11 @@ from tqdm import tqdm
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
 from nybble.service.checkpoints.base import HEAD_IMPORTANCE, NOTES
 from nybble.service.checkpoints.calibration import HEAD, importance, text_tokens
-from nybble.service.checkpoints.files import TensorFiles, read_json, write_json
+from nybble.service.checkpoints.files import TensorFiles
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.rounding import quantize_tensor
 from nybble.service.errors import CheckpointError
+from nybble.service.json_files import read_json, write_json
 
 __all__ = ["QuantizeOptions", "quantize", "quantize_tensor"]
 

@@ -225,6 +225,7 @@ class Engine:
             gemm_calls=dict(RECORDER.calls),
             gemm_samples=RECORDER.take_samples(),
             gemm_latest=RECORDER.take_latest(),
+            graph_fallbacks=dict(self._runner.fallbacks),
         )
 
     def _problem(self, request: Request) -> str | None:

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from nybble.kernels import native
-from nybble.kernels.attention import CacheShape, backend_for
+from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import (
@@ -25,13 +25,15 @@ from nybble.kernels.target import (
 )
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.engine.engine import Engine
+from nybble.service.engine.graphs import Capture, DeviceCapture
+from nybble.service.engine.inputs import Limits
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.folders import kernel_cache_folder
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
-from nybble.service.models.decoder import HeadQuantizer, block_modules
+from nybble.service.models.load import HeadQuantizer, block_modules
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     with open_checkpoint(folder, on_bytes) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
-        attention = backend_for(target)
+        attention = _attention(target, dtype, model_config.head_dim, config.block_size)
         head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
@@ -73,7 +75,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
         selfcheck = check_paths(device, dtype, target)
-        length = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
+        length = min(config.max_model_len or model_config.default_positions, model_config.max_positions)
         model = load(
             model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
         )
@@ -83,7 +85,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     mode = "enabled" if dense else "disabled"
     plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
     attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
-    runner = Runner(model, device)
+    limits = Limits(config.max_running, config.prefill_tokens, plan.max_model_len, plan.kv_blocks)
+    runner = Runner(model, device, limits, _capture(device, attention))
     runner.warm_up()
     if device.type == "cpu" and not config.threads:
         log.info("%d CPU threads: the fastest for one decode row here", runner.choose_threads(usable_cores()))
@@ -123,6 +126,18 @@ def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
     native.set_cache_folders(Path(config.kernel_cache or kernel_cache_folder()), shared)
     if device.type != "cpu":
         native.count_triton()
+
+
+def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+    choice = choose(target, dtype, head_dim, block_size)
+    for name, reason in choice.declined.items():
+        log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
+    return choice.backend
+
+
+def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
+    """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
+    return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
 
 
 def _device(name: str) -> torch.device:
@@ -215,7 +230,7 @@ def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: to
         workspace_bytes=rows + logits + mask,
         block_bytes=_cache_shape(config, m, dtype, 1).block_bytes,
         block_size=config.block_size,
-        model_positions=m.max_positions,
+        model_positions=m.max_positions if config.max_model_len else m.default_positions,
         max_model_len=config.max_model_len,
         max_running=config.max_running,
         kv_cache_bytes=config.kv_cache_bytes,

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 # "abort": the client went away. "error": see StepOutput.error.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
+# Why a decode batch size runs without a captured graph (service/engine/graphs.py).
+GRAPH_FALLBACKS = ("capture_failed", "mismatch", "out_of_memory")
+
 # Log-probabilities go no lower: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
 
@@ -210,10 +213,10 @@ class EngineStats:
 
     prefix_queries_tokens are the prompt tokens looked up in the prefix cache, cached_prompt_tokens those found there.
     out_of_memory counts steps that the device had no memory for.
-    graph_fallbacks: reason -> decode steps that ran without a captured graph although graphs are on.
     jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
-    the seconds and M of the latest of them per (layer, path).
+    the seconds and M of the latest of them per (layer, path). graph_fallbacks: decode batch sizes that run without a
+    captured graph, by reason.
     """
 
     started: int = 0
@@ -233,12 +236,12 @@ class EngineStats:
     jit_compiles: dict[str, int] = field(default_factory=dict)
     jit_cache_hits: dict[str, int] = field(default_factory=dict)
     jit_compile_seconds: float = 0.0
-    graph_fallbacks: dict[str, int] = field(default_factory=dict)
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
     gemm_calls: dict[tuple[str, str], int] = field(default_factory=dict)
     gemm_samples: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     gemm_latest: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
+    graph_fallbacks: dict[str, int] = field(default_factory=dict)
 
 
 @_pickled_by_position

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 
 import torch
 
 from nybble.kernels.attention import Span
+from nybble.kernels.attention.paged import PagedAttention
 from nybble.kernels.linear import RECORDER
+from nybble.service.engine.graphs import Capture, DecodeGraphs
+from nybble.service.engine.inputs import FreshInputs, Limits, StaticInputs
 from nybble.service.engine.protocol import Token
 from nybble.service.engine.sampler import Draft, draw, score
 from nybble.service.engine.scheduler import Chunk, Step
@@ -17,6 +21,7 @@ from nybble.service.models import Batch, Decoder
 _STEPS_PER_THREAD_COUNT = 8
 # Rows of a scored prompt whose logits exist at one time: a chunk's would be larger than the workspace.
 _SCORED_ROWS = 16
+_EAGER_SAMPLE_EVERY_S = 5.0
 
 
 # Sequences whose last row was computed, and their next tokens on the way from the device.
@@ -25,15 +30,38 @@ Flight = list[tuple[list[Sequence], Draft]]
 
 class Runner:
     """Runs a step's decode rows and its prefill chunks as one forward pass, which reads the weights once, where the
-    attention back end takes both; otherwise as two.
+    attention back end takes both; otherwise as two. On the paged cache of a GPU all shapes are fixed, and decode is captured.
 
-    forward_seconds adds up the time inside the model, so that the engine can tell its own overhead.
+    limits   needed where the model's attention is paged
+    capture  how decode steps are captured there; None: not at all
+
+    forward_seconds adds up the time inside the model, on a GPU with the wait for its tokens, so that the engine can tell
+    its own overhead.
     """
 
-    def __init__(self, model: Decoder, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        device: torch.device,
+        limits: Limits | None = None,
+        capture: Capture | None = None,
+    ) -> None:
         self.model = model
         self.device = device
         self.forward_seconds = 0.0
+        self.graphs = DecodeGraphs(capture) if capture is not None else None
+        self._eager_sample_s = 0.0
+        self._static: StaticInputs | None = None
+        if isinstance(model.attention, PagedAttention):
+            assert limits is not None
+            self._limits = limits
+            self._static = StaticInputs(limits, model.attention.shape.block_size, device)
+        self._inputs = self._static or FreshInputs(device)
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Reason -> decode batch sizes that run eagerly because of it."""
+        return {} if self.graphs is None else self.graphs.fallbacks
 
     @property
     def runs_ahead(self) -> bool:
@@ -68,11 +96,74 @@ class Runner:
             torch.cuda.empty_cache()
 
     def warm_up(self) -> None:
-        """One row through the model, so that no first request pays for lazy initialisation. Uses block 0, free then."""
-        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        """Run what requests will run, before they come. Uses blocks that are free then.
+
+        With static shapes that is every prefill shape and every decode batch size: what is to be compiled is compiled, what
+        is to be captured is captured. Otherwise one row, for lazy initialisation.
+        """
         with torch.inference_mode():
-            self.model.forward(Batch(row, row, [Span(1, 1, [0])]))
+            if self._static is None:
+                row = torch.zeros(1, dtype=torch.int64, device=self.device)
+                self.model.forward(Batch(row, row, [Span(1, 1, [0])]))
+            else:
+                self._warm_up(self._static)
         RECORDER.reset()
+
+    def _warm_up(self, static: StaticInputs) -> None:
+        RECORDER.sampling = False
+        RECORDER.phase = "prefill"
+        # The largest first: its memory serves all others.
+        for rows in reversed(static.rungs):
+            self._prompt(static, rows)
+        RECORDER.phase = "decode"
+        prefix = self._prompt_blocks(2)
+        for bucket in reversed(static.buckets):
+            batch = static.decode_batch(bucket)
+
+            def forward(batch: Batch = batch) -> torch.Tensor:
+                return self.model.forward(batch)
+
+            def fill(problem: int, bucket: int = bucket) -> None:
+                static.decode(*self._decode_problem(bucket, problem, prefix))
+
+            if self.graphs is None:
+                fill(0)
+                forward()
+            else:
+                self.graphs.prepare(bucket, forward, fill)
+
+    def _prompt(self, static: StaticInputs, rows: int) -> None:
+        """A prompt of up to `rows` tokens from position 0, in blocks 0, 1, ... as far as there are any."""
+        size = self._block_size
+        count = min(rows, self._limits.kv_blocks * size, self._limits.max_model_len)
+        ids = [self._token(i) for i in range(count)]
+        span = Span(count, count, range(-(-count // size)))
+        self.model.forward(static.batch("prefill", ids, range(count), [span], [count - 1]))
+
+    def _prompt_blocks(self, wanted: int) -> int:
+        """Blocks that `_prompt` has filled whole and that every row of a test problem can share; at most `wanted`."""
+        spare = min(self._limits.kv_blocks, -(-self._limits.max_model_len // self._block_size)) - 1
+        filled = self._limits.prefill_tokens // self._block_size
+        return max(0, min(wanted, spare, filled))
+
+    def _decode_problem(
+        self, count: int, problem: int, prefix: int
+    ) -> tuple[list[int], list[int], list[Span]]:
+        """(ids, positions, spans) of `count` sequences that share `prefix` blocks and go on in a block of their own, as
+        far as there are blocks; two rows that share one are the same in all."""
+        own = [prefix + i % (self._limits.kv_blocks - prefix) for i in range(count)]
+        position = prefix * self._block_size
+        spans = [Span(1, position + 1, [*range(prefix), block]) for block in own]
+        return [self._token(7 * block + problem) for block in own], [position] * count, spans
+
+    def _token(self, i: int) -> int:
+        return (i * 2654435761 + 12345) % self.model.config.vocab_size
+
+    @property
+    def _block_size(self) -> int:
+        attention = self.model.attention
+        assert isinstance(attention, PagedAttention)
+        return attention.shape.block_size
 
     def choose_threads(self, most: int) -> int:
         """Set torch's CPU threads to the count, up to `most`, at which a decode step is fastest here and now.
@@ -117,30 +208,39 @@ class Runner:
             if chunk.completes:
                 last_rows.append(len(ids) - 1)
                 done.append(s)
-        rows = (
-            None
-            if len(last_rows) == len(ids) or scored
-            else torch.tensor(last_rows, dtype=torch.int64, device=self.device)
-        )
-        batch = Batch(
-            torch.tensor(ids, dtype=torch.int64, device=self.device),
-            torch.tensor(positions, dtype=torch.int64, device=self.device),
-            spans,
-            rows,
-        )
+        # All rows where all are wanted, and where prompts are scored.
+        rows = None if len(last_rows) == len(ids) or scored else last_rows
         RECORDER.phase = phase
         started = perf_counter()
+        batch = self._inputs.batch(phase, ids, positions, spans, rows)
         if scored:
             hidden = self.model.hidden(batch)
             for sequence, positions_of, first_row in scored:
                 self._score(hidden, sequence, positions_of, first_row)
             logits = self.model.logits(hidden[torch.tensor(last_rows, dtype=torch.int64, device=self.device)])
         else:
-            logits = self.model.forward(batch)
+            logits = self._logits(phase, batch)[: len(done)]
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
         return done, draw(logits, done) if done else Draft([])
+
+    def _logits(self, phase: str, batch: Batch) -> torch.Tensor:
+        """[R, V], R at least the rows asked for."""
+        if phase == "decode" and self.graphs is not None and not self._is_sampled_eagerly():
+            logits = self.graphs.run(len(batch.token_ids))
+            if logits is not None:
+                return logits
+        return self.model.forward(batch)
+
+    def _is_sampled_eagerly(self) -> bool:
+        """Whether this step leaves its graph so that its GEMM calls can be timed: a few times a minute, since an eager step
+        takes several times as long."""
+        now = perf_counter()
+        if not RECORDER.sampling or now - self._eager_sample_s < _EAGER_SAMPLE_EVERY_S:
+            return False
+        self._eager_sample_s = now
+        return True
 
     def _score(self, hidden: torch.Tensor, sequence: Sequence, positions: range, first_row: int) -> None:
         """Adds the scores of the prompt tokens that follow `positions`, whose rows of hidden [R, H] begin at first_row."""

@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nybble.kernels.rope import INV_FREQ, RopeConfig
 from nybble.service.errors import ConfigError, well_formed
+from nybble.service.json_files import read_json
+
+Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A pre-norm decoder with grouped-query attention, RoPE and a gated MLP.
 
-    windows: per layer, how many positions a token sees (itself included), None for all.
+    windows         per layer, how many positions a token sees (itself included), None for all
+    window_rope     the rotation of layers that have a window, where it is another than `rope`
+    activation      of the gate: "silu" or "gelu_tanh"
+    norm_offset     added to every RMSNorm weight (Gemma stores w - 1)
+    post_norms      each half of a block also normalises its output, before it is added (Gemma 2, 3)
+    packed          the checkpoint holds qkv_proj and gate_up_proj as one matrix each (Phi-3)
+    *_scale         factors: of the embeddings, the attention scores, each half's output, the logits
+    *_softcap       x becomes cap * tanh(x / cap), for attention scores and for logits
     """
 
     architecture: str
@@ -31,81 +41,203 @@ class DecoderConfig:
     max_positions: int
     rms_norm_eps: float
     rope: RopeConfig
+    window_rope: RopeConfig | None
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+    activation: str
+    norm_offset: float
+    post_norms: bool
+    packed: bool
+    embedding_scale: float
+    attention_scale: float
+    residual_scale: float
+    logit_scale: float
+    attention_softcap: float | None
+    logit_softcap: float | None
     dtype: str | None
     eos_token_ids: tuple[int, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What one `architectures` entry means: flags are functions of the raw config, extra the fields it may carry
-    beyond the common ones."""
-
-    qkv_bias: Callable[[Mapping[str, Any]], bool]
-    o_bias: Callable[[Mapping[str, Any]], bool]
-    qk_norm: bool = False
-    windows: Callable[[Mapping[str, Any], int], tuple[int | None, ...]] = lambda c, layers: (None,) * layers
-    extra: frozenset[str] = frozenset()
+    @property
+    def default_positions(self) -> int:
+        """The context served unless another is asked for: where long contexts need other rotations than short ones
+        (longrope), that of the short ones, which is what the model is best at."""
+        short = self.rope.original_max_positions if self.rope.kind == "longrope" else self.max_positions
+        return min(short, self.max_positions)
 
 
-def _attention_bias(c: Mapping[str, Any]) -> bool:
+def _attention_bias(c: Raw) -> bool:
     return bool(c.get("attention_bias", False))
 
 
-def _always(value: bool) -> Callable[[Mapping[str, Any]], bool]:
+def _mlp_bias(c: Raw) -> bool:
+    return bool(c.get("mlp_bias", False))
+
+
+def _always(value: bool) -> Callable[[Raw], bool]:
     return lambda c: value
 
 
-def _window_everywhere(c: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    return (c.get("sliding_window"),) * layers
+def _window_everywhere(c: Raw, layers: int) -> tuple[int | None, ...]:
+    return (_window(c),) * layers
 
 
-def _window_from_layer(c: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _window_from_layer(c: Raw, layers: int) -> tuple[int | None, ...]:
     """Qwen: sliding windows only when use_sliding_window, then as layer_types say, or from max_window_layers on."""
-    if not c.get("use_sliding_window") or c.get("sliding_window") is None:
+    window = _window(c)
+    if not c.get("use_sliding_window") or window is None:
         return (None,) * layers
-    window = int(c["sliding_window"])
+    first = int(c.get("max_window_layers", layers))
+    return _windows_by_type(c, window, ["full_attention"] * first + ["sliding_attention"] * (layers - first))
+
+
+def _window_alternating(every: int) -> Callable[[Raw, int], tuple[int | None, ...]]:
+    """Gemma: every `every`-th layer sees everything, unless layer_types or a pattern field say otherwise."""
+
+    def windows(c: Raw, layers: int) -> tuple[int | None, ...]:
+        window = _window(c)
+        if window is None:
+            return (None,) * layers
+        pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or every
+        if not isinstance(pattern, int) or pattern < 1:
+            raise ConfigError(
+                f"config.json: sliding_window_pattern is {pattern!r}: accepted a whole number >= 1"
+            )
+        types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
+        return _windows_by_type(c, window, types)
+
+    return windows
+
+
+def _windows_by_type(c: Raw, window: int, default: list[str]) -> tuple[int | None, ...]:
     types = c.get("layer_types")
     if types is None:
-        first = int(c.get("max_window_layers", layers))
-        return tuple(window if i >= first else None for i in range(layers))
+        types = default
     known = {"full_attention": None, "sliding_attention": window}
     bad = sorted(set(types) - set(known))
-    if bad or len(types) != layers:
+    if bad or len(types) != len(default):
         raise ConfigError(
-            f"config.json: layer_types has {len(types)} entries {bad or ''}: accepted {layers} of {sorted(known)}"
+            f"config.json: layer_types has {len(types)} entries {bad or ''}: accepted {len(default)} of {sorted(known)}"
         )
     return tuple(known[t] for t in types)
 
 
+def _window(c: Raw) -> int | None:
+    return None if c.get("sliding_window") is None else _positive(c, "sliding_window")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What one `architectures` entry means: functions of the raw config, fields it may carry beyond the common ones
+    (extra), and what a field that config.json leaves out stands for (defaults, as in transformers' own class)."""
+
+    qkv_bias: Callable[[Raw], bool] = _attention_bias
+    o_bias: Callable[[Raw], bool] = _attention_bias
+    mlp_bias: Callable[[Raw], bool] = _always(False)
+    qk_norm: bool = False
+    windows: Callable[[Raw, int], tuple[int | None, ...]] = lambda c, layers: (None,) * layers
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    packed: bool = False
+    embedding_scale: Callable[[Raw], float] = lambda c: 1.0
+    attention_scale: Callable[[Raw, int], float] = lambda c, head_dim: float(head_dim) ** -0.5
+    residual_scale: Callable[[Raw], float] = lambda c: 1.0
+    logit_scale: Callable[[Raw], float] = lambda c: 1.0
+    partial_rotary: bool = False
+    extra: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _sqrt_hidden(c: Raw) -> float:
+    return math.sqrt(_positive(c, "hidden_size"))
+
+
+def _query_scalar(c: Raw, head_dim: int) -> float:
+    return float(_number(c, "query_pre_attn_scalar", None) ** -0.5)
+
+
 _QWEN_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_GEMMA_FIELDS = frozenset(
+    {
+        *("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"),
+        *(
+            "layer_types",
+            "query_pre_attn_scalar",
+            "sliding_window",
+            "sliding_window_pattern",
+            "cache_implementation",
+        ),
+    }
+)
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        qkv_bias=_attention_bias,
-        o_bias=_attention_bias,
-        extra=frozenset({"attention_bias", "mlp_bias", "pretraining_tp"}),
+        mlp_bias=_mlp_bias, extra=frozenset({"attention_bias", "mlp_bias", "pretraining_tp"})
     ),
     "MistralForCausalLM": Architecture(
-        qkv_bias=_attention_bias,
-        o_bias=_attention_bias,
         windows=_window_everywhere,
         extra=frozenset({"sliding_window", "attention_bias"}),
+        defaults={"sliding_window": 4096},
     ),
     "Qwen2ForCausalLM": Architecture(
         qkv_bias=_always(True), o_bias=_always(False), windows=_window_from_layer, extra=_QWEN_FIELDS
     ),
     "Qwen3ForCausalLM": Architecture(
-        qkv_bias=_attention_bias,
-        o_bias=_attention_bias,
+        qk_norm=True, windows=_window_from_layer, extra=_QWEN_FIELDS | {"attention_bias"}
+    ),
+    "Phi3ForCausalLM": Architecture(
+        qkv_bias=_always(False),
+        o_bias=_always(False),
+        windows=_window_everywhere,
+        packed=True,
+        partial_rotary=True,
+        extra=frozenset({"sliding_window", "original_max_position_embeddings", "partial_rotary_factor"}),
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        windows=_window_alternating(2),
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        post_norms=True,
+        embedding_scale=_sqrt_hidden,
+        attention_scale=_query_scalar,
+        extra=_GEMMA_FIELDS,
+        defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": Architecture(
         qk_norm=True,
-        windows=_window_from_layer,
-        extra=_QWEN_FIELDS | {"attention_bias"},
+        windows=_window_alternating(6),
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        post_norms=True,
+        embedding_scale=_sqrt_hidden,
+        attention_scale=_query_scalar,
+        extra=_GEMMA_FIELDS | {"rope_local_base_freq"},
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+    "GraniteForCausalLM": Architecture(
+        mlp_bias=_mlp_bias,
+        embedding_scale=lambda c: _number(c, "embedding_multiplier", 1.0),
+        attention_scale=lambda c, head_dim: _number(c, "attention_multiplier", 1.0),
+        residual_scale=lambda c: _number(c, "residual_multiplier", 1.0),
+        logit_scale=lambda c: 1 / _number(c, "logits_scaling", 1.0),
+        extra=frozenset(
+            {
+                *("attention_bias", "mlp_bias", "embedding_multiplier", "attention_multiplier"),
+                *("residual_multiplier", "logits_scaling"),
+            }
+        ),
     ),
 }
 
@@ -134,8 +266,8 @@ _GENERATION = frozenset(
 def read_config(raw: Mapping[str, Any], folder: Path | None = None) -> DecoderConfig:
     """config.json's content -> DecoderConfig. `folder` adds the end-of-sequence ids of the files beside it.
 
-    Raises ConfigError naming the field, the value given and what is accepted, CheckpointError for a file whose
-    values are of another kind than they should be.
+    Raises ConfigError naming the field, the value given and what is accepted, CheckpointError for a file that is not
+    readable or whose values are of another kind than they should be.
     """
     with well_formed("config.json"):
         return _read_config(raw, folder)
@@ -150,6 +282,7 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
             f"config.json: architectures is {raw.get('architectures')}: accepted one of {sorted(ARCHITECTURES)}"
         )
     _refuse_unknown(raw, _UNDERSTOOD | _HARMLESS | _GENERATION | arch.extra, str(name))
+    raw = {**arch.defaults, **raw}
 
     hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
     kv_heads = _positive(raw, "num_key_value_heads", heads)
@@ -165,12 +298,11 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
         )
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim {head_dim}: accepted an even number")
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act is {activation!r}: accepted 'silu'")
+    _check_activation(raw, arch)
     if raw.get("pretraining_tp", 1) not in (1, None):
         raise ConfigError(f"config.json: pretraining_tp is {raw['pretraining_tp']}: accepted 1")
     max_positions = _positive(raw, "max_position_embeddings")
+    rope, window_rope = _ropes(raw, arch, head_dim, max_positions)
     return DecoderConfig(
         architecture=str(name),
         vocab_size=_positive(raw, "vocab_size"),
@@ -182,16 +314,39 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
         head_dim=head_dim,
         max_positions=max_positions,
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_rope(raw, head_dim, max_positions),
+        rope=rope,
+        window_rope=window_rope,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=arch.qkv_bias(raw),
         o_bias=arch.o_bias(raw),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        mlp_bias=arch.mlp_bias(raw),
         qk_norm=arch.qk_norm,
         windows=arch.windows(raw, layers),
+        activation=arch.activation,
+        norm_offset=arch.norm_offset,
+        post_norms=arch.post_norms,
+        packed=arch.packed,
+        embedding_scale=arch.embedding_scale(raw),
+        attention_scale=arch.attention_scale(raw, head_dim),
+        residual_scale=arch.residual_scale(raw),
+        logit_scale=arch.logit_scale(raw),
+        attention_softcap=_optional_number(raw, "attn_logit_softcapping"),
+        logit_softcap=_optional_number(raw, "final_logit_softcapping"),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
         eos_token_ids=_eos_ids(raw, folder),
     )
+
+
+# The spellings of each activation in config.json.
+_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+
+
+def _check_activation(raw: Raw, arch: Architecture) -> None:
+    # Gemma's hidden_act is a leftover that transformers does not read; hidden_activation counts.
+    name = "hidden_activation" if "hidden_activation" in arch.extra else "hidden_act"
+    given, accepted = raw.get(name), _ACTIVATIONS[arch.activation]
+    if given not in (None, *accepted):
+        raise ConfigError(f"config.json: {name} is {given!r}: accepted {' or '.join(map(repr, accepted))}")
 
 
 def _refuse_unknown(raw: Mapping[str, Any], accepted: frozenset[str], architecture: str) -> None:
@@ -223,6 +378,10 @@ def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) ->
     return value
 
 
+def _optional_number(fields: Mapping[str, Any], field: str) -> float | None:
+    return None if fields.get(field) is None else _number(fields, field, None)
+
+
 def _number(fields: Mapping[str, Any], field: str, default: float | None, where: str = "") -> float:
     value = fields.get(field)
     if value is None:
@@ -250,58 +409,131 @@ _ROPE_FIELDS: dict[str, frozenset[str]] = {
             "mscale_all_dim",
         }
     ),
+    "longrope": frozenset(
+        {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"}
+    ),
 }
+_BY_TYPE = frozenset({"full_attention", "sliding_attention"})
 
 
-def _rope(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
-    """RoPE from rope_parameters (transformers 5) or rope_theta and rope_scaling (4.x); both may stand side by side."""
+def _ropes(
+    raw: Raw, arch: Architecture, head_dim: int, max_positions: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotation of all layers, and that of layers with a window where it is another one.
+
+    Read from rope_parameters (transformers 5, where Gemma 3 has one entry per layer type) or from rope_theta,
+    rope_local_base_freq and rope_scaling (4.x); both styles may stand side by side.
+    """
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     given = raw.get(where) or {}
     if not isinstance(given, dict):
         raise ConfigError(f"config.json: {where} is {_short(given)}: accepted an object")
-    fields = dict(given)
-    theta = _number(
-        {"rope_theta": fields.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta", 10000.0
+    by_type = set(given) & _BY_TYPE
+    local_theta = raw.get("rope_local_base_freq")
+    if not by_type:
+        rope = _rope(raw, arch, dict(given), where, raw.get("rope_theta"), head_dim, max_positions)
+        if local_theta is None:
+            return rope, None
+        return rope, _rope(raw, arch, {}, where, local_theta, head_dim, max_positions)
+    if set(given) - _BY_TYPE or local_theta is None:
+        raise ConfigError(
+            f"config.json: {where} has the fields {sorted(given)}: not understood for this model"
+        )
+    full, window = (
+        _rope(raw, arch, dict(given.get(kind) or {}), f"{where}.{kind}", theta, head_dim, max_positions)
+        for kind, theta in (("full_attention", raw.get("rope_theta")), ("sliding_attention", local_theta))
     )
+    return full, window
+
+
+def _rope(
+    raw: Raw,
+    arch: Architecture,
+    fields: dict[str, Any],
+    where: str,
+    default_theta: Any,
+    head_dim: int,
+    max_positions: int,
+) -> RopeConfig:
+    theta = _number({"rope_theta": fields.pop("rope_theta", None) or default_theta}, "rope_theta", 10000.0)
     kind = str(fields.pop("rope_type", None) or fields.get("type") or "default")
     fields.pop("type", None)
+    if arch.packed and kind in ("su", "yarn"):
+        kind = "longrope"  # what Phi-3's first releases called it
     if kind not in INV_FREQ:
         raise ConfigError(f"config.json: {where}.rope_type is {kind!r}: accepted {sorted(INV_FREQ)}")
-    partial = fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor is {partial}: accepted 1")
+    rotary_dim = _rotary_dim(
+        fields.pop("partial_rotary_factor", raw.get("partial_rotary_factor")), arch, head_dim
+    )
     unknown = sorted(k for k, v in fields.items() if k not in _ROPE_FIELDS[kind] and v is not None)
     if unknown and kind != "default":
         raise ConfigError(f"config.json: {where} of type {kind}: field not understood: {', '.join(unknown)}")
+    base = RopeConfig(kind, theta, head_dim, rotary_dim=rotary_dim)
     if kind == "default":
-        return RopeConfig("default", theta, head_dim)
+        return base
 
     def number(field: str, default: float | None = None) -> float:
         return _number(fields, field, default, f"{where}.")
 
-    factor = number("factor")
-    if kind == "linear":
-        return RopeConfig("linear", theta, head_dim, factor=factor)
-    if kind == "llama3":
-        return RopeConfig(
-            "llama3",
-            theta,
-            head_dim,
-            factor=factor,
-            original_max_positions=int(number("original_max_position_embeddings", max_positions)),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
+    original = int(
+        number(
+            "original_max_position_embeddings", raw.get("original_max_position_embeddings") or max_positions
         )
-    return RopeConfig(
-        "yarn",
-        theta,
-        head_dim,
-        factor=factor,
-        original_max_positions=int(number("original_max_position_embeddings", max_positions)),
+    )
+    if kind == "longrope":
+        return _longrope(replace(base, original_max_positions=original), fields, where, max_positions)
+    base = replace(base, factor=number("factor"))
+    if kind == "linear":
+        return base
+    base = replace(base, original_max_positions=original)
+    if kind == "llama3":
+        return replace(
+            base, low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor")
+        )
+    return replace(
+        base,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
         truncate=fields.get("truncate") is not False,
-        attention_factor=_yarn_attention_factor(fields, factor),
+        attention_factor=_yarn_attention_factor(fields, base.factor),
+    )
+
+
+def _rotary_dim(partial: Any, arch: Architecture, head_dim: int) -> int:
+    if partial in (None, 1, 1.0):
+        return head_dim
+    if not arch.partial_rotary:
+        raise ConfigError(f"config.json: partial_rotary_factor is {partial}: accepted 1")
+    dims = int(head_dim * _number({"partial_rotary_factor": partial}, "partial_rotary_factor", None))
+    if not 0 < dims <= head_dim or dims % 2:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates {dims} dimensions: "
+            f"accepted an even number up to {head_dim}"
+        )
+    return dims
+
+
+def _longrope(base: RopeConfig, fields: dict[str, Any], where: str, max_positions: int) -> RopeConfig:
+    """Each frequency divided by a factor of its own; other factors within the original context than beyond it.
+
+    Source: LongRoPE (arXiv 2402.13753) and Phi-3's model card for the attention factor.
+    """
+    lists = []
+    for name in ("short_factor", "long_factor"):
+        given = fields.get(name)
+        if not isinstance(given, list) or len(given) != base.rotary_dim // 2:
+            raise ConfigError(
+                f"config.json: {where}.{name} is {_short(given)}: accepted a list of {base.rotary_dim // 2} numbers"
+            )
+        lists.append(tuple(_number({name: v}, name, None, f"{where}.") for v in given))
+    original = base.original_max_positions
+    factor = _number(fields, "factor", max_positions / original, f"{where}.")
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        base,
+        short_factors=lists[0],
+        long_factors=lists[1],
+        attention_factor=_number(fields, "attention_factor", scale, f"{where}."),
     )
 
 
@@ -323,7 +555,9 @@ def _eos_ids(raw: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
     found: set[int] = set()
     sources: list[Any] = [raw.get("eos_token_id")]
     if folder is not None:
-        sources.append(_read_json(folder / "generation_config.json").get("eos_token_id"))
+        sources.append(
+            read_json(folder / "generation_config.json", missing_is_empty=True).get("eos_token_id")
+        )
         sources.append(_tokenizer_eos(folder))
     for value in sources:
         for item in value if isinstance(value, list) else [value]:
@@ -334,12 +568,12 @@ def _eos_ids(raw: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
 
 def _tokenizer_eos(folder: Path) -> int | None:
     """The id of tokenizer_config.json's eos_token, looked up in tokenizer.json."""
-    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    token = read_json(folder / "tokenizer_config.json", missing_is_empty=True).get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         return None
     with well_formed("tokenizer.json"):
-        return _token_id(_read_json(folder / "tokenizer.json"), text)
+        return _token_id(read_json(folder / "tokenizer.json", missing_is_empty=True), text)
 
 
 def _token_id(tokenizer: dict[str, Any], text: str) -> int | None:
@@ -349,15 +583,3 @@ def _token_id(tokenizer: dict[str, Any], text: str) -> int | None:
     vocab = (tokenizer.get("model") or {}).get("vocab")
     found = vocab.get(text) if isinstance(vocab, dict) else None
     return found if isinstance(found, int) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path.name}: not readable as JSON ({error}): download the file again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path.name}: given a {type(content).__name__}, accepted a JSON object")
-    return content

@@ -37,8 +37,9 @@ CASES = {
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8], ids=lambda w: f"window-{w}")
 @pytest.mark.parametrize("heads", [2, 4, 6], ids=lambda h: f"heads-{h}")
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "softcap"])
 @pytest.mark.parametrize("case", CASES)
-def test_attention_equals_the_reference(case, heads, window):
+def test_attention_equals_the_reference(case, softcap, heads, window):
     gen = torch.Generator().manual_seed(0)
     attention = build()
     scale = 0.3
@@ -52,11 +53,19 @@ def test_attention_equals_the_reference(case, heads, window):
             attention.write(0, torch.cat((k, v), dim=1)[: kv_len - q_len], before)
         sequences.append((Span(q_len, kv_len, blocks), torch.cat((k, v), dim=1)[-q_len:]))
         q_rows.append(q)
-        expected.append(attention_reference(q, k, v, scale, window))
+        expected.append(attention_reference(q, k, v, scale, window, softcap))
     plan = attention.plan([s for s, _ in sequences], [window])
     attention.write(0, torch.cat([kv for _, kv in sequences]), plan)
-    out = attention.attend(0, torch.cat(q_rows), plan, window, scale)
+    out = attention.attend(0, torch.cat(q_rows), plan, window, scale, softcap)
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_softcap_bounds_the_scores():
+    """Uncapped, one huge score takes all; capped at 1, weights differ by e^2 at most."""
+    q, k = torch.full((1, 1, 16), 50.0), torch.cat((torch.ones(1, 1, 16), -torch.ones(3, 1, 16)))
+    v = torch.eye(4).view(4, 1, 4).repeat(1, 1, 4)
+    weights = attention_reference(q, k, v, 1.0, softcap=1.0)[0, 0, :4]
+    torch.testing.assert_close(weights[0] / weights[1], torch.tensor(2.0).exp())
 
 
 def test_block_bytes_count_keys_and_values_of_all_layers():

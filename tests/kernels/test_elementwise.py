@@ -3,10 +3,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nybble.kernels.activation import silu_mul, silu_mul_reference
+from nybble.kernels.activation import gelu_tanh_mul, gelu_tanh_mul_reference, silu_mul, silu_mul_reference
 from nybble.kernels.norm import RmsNorm, rms_norm_reference
 from nybble.kernels.rope import INV_FREQ, RopeConfig, RopeTable, rotate, rotate_reference
-from nybble.service.models.config import _rope
+from nybble.service.models.config import ARCHITECTURES, _ropes
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (7, 32), (0, 64), (2, 3, 64)], ids=str)
@@ -21,9 +21,12 @@ def test_rms_norm(shape, dtype, tolerance, size):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 9])
-def test_silu_mul(rows):
+@pytest.mark.parametrize(
+    ("gated", "reference"), [(silu_mul, silu_mul_reference), (gelu_tanh_mul, gelu_tanh_mul_reference)]
+)
+def test_gated_activation(rows, gated, reference):
     x = torch.randn(rows, 96)
-    torch.testing.assert_close(silu_mul(x), silu_mul_reference(x))
+    torch.testing.assert_close(gated(x), reference(x))
 
 
 ROPES = {
@@ -47,6 +50,12 @@ ROPES = {
         "beta_slow": 2,
         "truncate": False,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 1024,
+        "short_factor": [1 + i / 32 for i in range(32)],
+        "long_factor": [2 + i for i in range(32)],
+    },
 }
 
 
@@ -66,7 +75,7 @@ def test_inverse_frequencies_equal_transformers(name, style):
         raw = {"rope_parameters": fields}
     else:
         raw = {"rope_theta": 100000.0, "rope_scaling": {k: v for k, v in fields.items() if k != "rope_theta"}}
-    ours = _rope(raw, 64, 4096)
+    ours, _ = _ropes(raw, ARCHITECTURES["LlamaForCausalLM"], 64, 4096)
     if ours.kind == "default":
         expected, scale = 1.0 / (100000.0 ** (torch.arange(0, 64, 2).float() / 64)), 1.0
     else:

@@ -93,6 +93,87 @@ def test_qwen_windows_follow_layer_types_or_max_window_layers():
         read_config(qwen | {"use_sliding_window": True, "layer_types": types[:1]})
 
 
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 32, "sliding_window": 9}
+GEMMA3 = {k: v for k, v in GEMMA3.items() if k != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6},
+                "sliding_attention": {"rope_theta": 1e4},
+            }
+        },
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None}},
+    ],
+    ids=["defaults", "transformers4", "transformers5", "transformers5-defaults"],
+)
+def test_gemma3_turns_windowed_layers_otherwise(rope):
+    config = read_config(GEMMA3 | {"num_hidden_layers": 7} | rope)
+    assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
+    assert config.windows == (9, 9, 9, 9, 9, None, 9)
+    assert config.tie_word_embeddings, "left out of config.json, it is what Gemma's class says"
+
+
+def test_what_config_json_leaves_out_is_what_the_architecture_says():
+    gemma2 = read_config(GEMMA3 | {"architectures": ["Gemma2ForCausalLM"]})
+    assert (gemma2.attention_softcap, gemma2.logit_softcap) == (50.0, 30.0)
+    assert gemma2.windows == (9, None) and gemma2.head_dim == 256
+    explicit = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None}
+    plain = read_config(GEMMA3 | {"architectures": ["Gemma2ForCausalLM"]} | explicit)
+    assert (plain.attention_softcap, plain.logit_softcap, plain.windows) == (None, None, (None, None))
+    assert read_config(LLAMA | {"architectures": ["MistralForCausalLM"]}).windows == (4096, 4096)
+
+
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"]}
+LONGROPE = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0]}},
+            "short_factor is .*accepted a list of 8 numbers",
+        ),
+        ({"rope_scaling": LONGROPE | {"long_factor": [0.0] * 8}}, "long_factor is 0.0: accepted a positive"),
+        ({"rope_scaling": LONGROPE | {"short_mscale": 1.2}}, "field not understood: short_mscale"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of head_dim 16 rotates 3 dimensions"),
+        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'"),
+    ],
+    ids=lambda v: json.dumps(v) if isinstance(v, dict) else None,
+)
+def test_what_phi3_does_not_mean_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(PHI3 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "field not understood: use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu': accepted 'gelu_pytorch_tanh'"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window_pattern": "x"}, "sliding_window_pattern is 'x'"),
+        ({"rope_parameters": {"full_attention": {}, "other": {}}}, "rope_parameters has the fields"),
+        ({"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1"),
+    ],
+    ids=lambda v: json.dumps(v) if isinstance(v, dict) else None,
+)
+def test_what_gemma3_does_not_mean_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(GEMMA3 | change)
+
+
+def test_longrope_serves_the_original_context_unless_asked():
+    config = read_config(PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64})
+    assert (config.max_positions, config.default_positions, config.rope.kind) == (512, 64, "longrope")
+
+
 def test_stop_ids_are_the_union_of_all_three_files(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
@@ -103,7 +184,7 @@ def test_stop_ids_are_the_union_of_all_three_files(tmp_path):
 @pytest.mark.parametrize("content", ["[1]", "{", "\x00"], ids=["list", "broken", "binary"])
 def test_an_unreadable_file_beside_the_config_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ConfigError, match="generation_config.json"):
+    with pytest.raises(CheckpointError, match="generation_config.json"):
         read_config(LLAMA, tmp_path)
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from twins import TWINS, round_to_int4, twin
 
-from nybble.kernels.attention import CacheShape, Span, backend_for
-from nybble.kernels.target import cpu_target
+from nybble.kernels.attention import CacheShape, Span
+from nybble.kernels.attention.sdpa import SdpaAttention
 from nybble.service.errors import CheckpointError
 from nybble.service.models import ARCHITECTURES, Batch, load, read_config
-from nybble.service.models.decoder import RescoredHead
+from nybble.service.models.layers import RescoredHead
 
 CPU = torch.device("cpu")
 BLOCK = 8
@@ -16,10 +16,10 @@ BLOCK = 8
 MAX_LOGIT_ERROR = 2e-4
 
 
-def decoder(source, raw, dtype=torch.float32):
+def decoder(source, raw, dtype=torch.float32, positions=None):
     config = read_config(raw)
-    attention = backend_for(cpu_target())
-    model = load(config, source, attention, dtype, CPU, config.max_positions)
+    attention = SdpaAttention()
+    model = load(config, source, attention, dtype, CPU, positions or config.default_positions)
     attention.allocate(CacheShape(config.layers, 32, BLOCK, config.kv_heads, config.head_dim, dtype), CPU)
     return model
 
@@ -69,6 +69,45 @@ def test_greedy_text_is_equal_for_64_tokens(name):
     assert actual == expected
 
 
+def test_longrope_beyond_the_original_context_takes_its_long_factors():
+    reference, source, raw = twin("phi3-partial-longrope")
+    ids = prompt(200)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    assert read_config(raw).default_positions == 128
+    assert (run(decoder(source, raw, positions=512), ids) - expected).abs().max() < MAX_LOGIT_ERROR
+
+
+@pytest.mark.parametrize("own", [None, "equal", "other", "int4"], ids=str)
+def test_a_tied_head_in_the_files_counts_where_it_differs(own, caplog):
+    _, source, raw = twin("llama-tied-bias")
+    expected = run(decoder(source, raw), prompt(9))
+    embedding = source.tensors["model.embed_tokens.weight"]
+    del source.weights["lm_head"]
+    if own is not None:
+        heads = {"equal": embedding.clone(), "other": 2 * embedding, "int4": round_to_int4(embedding, False)}
+        source.weights["lm_head"] = heads[own]
+    model = decoder(source, raw)
+    actual = run(model, prompt(9))
+    torch.testing.assert_close(actual, 2 * expected if own == "other" else expected, rtol=0.2, atol=0.5)
+    assert model.head.weight.data_ptr() == embedding.data_ptr() if own in (None, "equal") else True
+    assert ("the files hold" in caplog.text) == (own in ("other", "int4"))
+
+
+def test_an_untied_head_that_is_missing_is_named():
+    _, source, raw = twin("llama")
+    del source.weights["lm_head"]
+    with pytest.raises(CheckpointError, match='no weight for lm_head.*set "tie_word_embeddings": true'):
+        decoder(source, raw)
+
+
+def test_parts_of_a_fused_layer_that_differ_are_said_once(caplog):
+    _, source, raw = twin("llama", keep=("k_proj",))
+    decoder(source, raw)
+    said = [r.message for r in caplog.records]
+    assert len(said) == 1 and "layers.0.self_attn.q_proj" in said[0] and "3 such layers" in said[0]
+
+
 def test_chunks_give_the_logits_of_the_whole():
     _, source, raw = twin("qwen3")
     model = decoder(source, raw)
@@ -111,7 +150,7 @@ def test_a_rescored_head_is_exact_where_it_matters(name):
     _, source, raw = twin(name)
     exact = decoder(source, raw)
     config = read_config(raw)
-    attention = backend_for(cpu_target())
+    attention = SdpaAttention()
     model = load(
         config, source, attention, torch.float32, CPU, 64, lambda w: round_to_int4(w, symmetric=False)
     )

@@ -19,7 +19,9 @@ WORKER = HERE / "rdna_worker.py"
 
 def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[str, Any]]:
     """Results of `rdna_worker.py` for the cases, in order; a worker that stops takes its error along."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     shares = [cases[i::processes] for i in range(processes)]
     workers = [
         subprocess.Popen(
@@ -49,7 +51,9 @@ def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[s
 
 
 def case_id(case: dict[str, Any]) -> str:
-    """Readable test id."""
+    """Readable test id: the case's own, or one made of a GEMM's fields."""
+    if "id" in case:
+        return f"{case['arch']}-{case['kernel']}-{case['dtype']}-{case['id']}"
     tile = case.get("tile")
     parts = [
         case["arch"],

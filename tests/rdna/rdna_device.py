@@ -24,7 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from nybble.kernels import launch as launchers
 from nybble.kernels.linear import triton_skinny
+from nybble.kernels.target import Target
 
 TARGETS = {
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
@@ -33,7 +35,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "sm_90": GPUTarget("cuda", 90, 32),
 }
-WRITTEN = ("y_ptr",)  # the one output of each kernel here; the emulator works on copies
+# The outputs of the kernels here; the emulator works on copies.
+WRITTEN = ("y_ptr", "parts_ptr", "lse_ptr", "residual_ptr", "cache_ptr")
+COMPUTE_UNITS = {"gfx1100": 96, "gfx1151": 40, "gfx1201": 64, "gfx942": 304, "sm_90": 132}
 
 
 @dataclass
@@ -93,11 +97,15 @@ def pretend(arch: str, *, run: bool = False, **schedule: Any) -> Iterator[list[L
         return compiled
 
     backend = TARGETS[arch].backend
+    lds_bytes = 227 << 10 if backend == "cuda" else 65536
+    target = Target("cuda" if backend == "cuda" else "rocm", arch, arch, COMPUTE_UNITS[arch], lds_bytes)
     with (
         mock.patch.object(JITFunction, "run", launch),
         mock.patch.object(driver, "_active", _Driver(arch)),
         mock.patch.object(triton_skinny, "arch_of", lambda device: arch),
         mock.patch.object(triton_skinny, "backend_of", lambda device: backend),
+        mock.patch.object(launchers, "target_of", lambda device: target),
+        mock.patch.object(launchers, "backend_of", lambda device: backend),
     ):
         yield launches
 
@@ -108,7 +116,7 @@ def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedu
     compiled = entry.compiled
     names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     args = [given[name] for name in names]
-    passed = [_bytes_of(value) if isinstance(value, torch.Tensor) else value for value in args]
+    passed = [bytes_of(value) if isinstance(value, torch.Tensor) else value for value in args]
     result = run_kernel(
         compiled.asm["hsaco"],
         compiled.metadata.name,
@@ -124,7 +132,7 @@ def _execute(entry: Launch, given: dict[str, Any], grid: tuple[int, ...], schedu
     entry.executed, entry.unreplicated = result.executed, result.unreplicated
 
 
-def _bytes_of(t: torch.Tensor) -> Any:
+def bytes_of(t: torch.Tensor) -> Any:
     """The bytes a kernel may touch through t, from its first element to its last, shared with t's storage."""
     last = (
         sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))

@@ -463,6 +463,25 @@ static void do_dsd16(E* e, uint32_t* sg, uint32_t* vg, uint8_t* lds) {
       *r = hi ? (*r & 0xffff) | (v << 16) : (*r & 0xffff0000u) | v;
     }
 }
+/* v_permlane16_b32, v_permlanex16_b32: 16 lane numbers in two scalar sources, which may be literals.
+ * op_sel[0] reads inactive lanes too, op_sel[1] gives 0 where an inactive one may not be read. */
+static uint32_t scalar(uint32_t* sg, uint32_t src, uint32_t literal) {
+  if (src < 128) return sg[src];
+  if (src <= 192) return src - 128;
+  if (src <= 208) return -(int32_t)(src - 192);
+  if (src == 255) return literal;
+  __builtin_trap();
+}
+static void do_permlane(E* e, uint32_t* sg, uint32_t* vg) {
+  uint32_t ex = sg[126], vd = e->w0 & 255, src = e->w1 & 255, old[32], cross = (e->w0 >> 16 & 1023) == 0x25c;
+  uint64_t sel = scalar(sg, e->w1 >> 9 & 511, e->w2) | (uint64_t)scalar(sg, e->w1 >> 18 & 511, e->w2) << 32;
+  memcpy(old, vg + src * 32, 128);
+  for (int l = 0; l < 32; l++) {
+    int from = ((l & 16) ^ (cross ? 16 : 0)) | (sel >> 4 * (l & 15) & 15);
+    int readable = (e->w0 >> 11 & 1) || (ex >> from & 1);
+    if ((ex >> l & 1) && (readable || (e->w0 >> 12 & 1))) vg[vd * 32 + l] = readable ? old[from] : 0;
+  }
+}
 uint64_t get_unrep(void) {
   uint64_t u = unrep;
   unrep = 0;
@@ -506,7 +525,9 @@ int run_wave(E* tab, uint64_t base, uint64_t nbytes, uint32_t* sg, uint64_t* b, 
         continue;
       }
       if (e->flags & 14) {
-        if (e->n == 9)
+        if (e->n == 10)
+          do_permlane(e, sg, (uint32_t*)b[1]);
+        else if (e->n == 9)
           do_dsd16(e, sg, (uint32_t*)b[1], (uint8_t*)b[3]);
         else if (e->n == 8)
           do_movrel(e, sg, (uint32_t*)b[1]);

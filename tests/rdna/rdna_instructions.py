@@ -1,7 +1,7 @@
 """The instruction table of one code object: each instruction, at its first execution, gets a handler.
 
 Most handlers are tinygrad's, compiled from its ISA semantics. Buffer accesses, WMMA, DPP, LDS swizzles and 16-bit LDS
-loads, relative moves and SGPR jumps are native code in rdna_driver.c.
+loads, lane permutes (tinygrad's read no literals), relative moves and SGPR jumps are native code in rdna_driver.c.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdna_memory import Region
 
 # Flags of a table entry, as rdna_driver.c reads them.
 BARRIER, NATIVE, MUBUF, VBUFFER, DPP, DPP_WRITES_EXEC, WMMA, SWIZZLE = 1, 2, 4, 8, 16, 32, 64, 128
-NATIVE_JUMP, NATIVE_MOVREL, NATIVE_LDS_D16 = 7, 8, 9  # in the entry's n field
+NATIVE_JUMP, NATIVE_MOVREL, NATIVE_LDS_D16, NATIVE_PERMLANE = 7, 8, 9, 10  # in the entry's n field
 
 _BUFFER_OPS = (
     "LOAD_U8 LOAD_I8 LOAD_U16 LOAD_I16 LOAD_B32 LOAD_B64 LOAD_B96 LOAD_B128 STORE_B8 STORE_B16 STORE_B32 STORE_B64 "
@@ -47,6 +47,7 @@ _WMMA_NAMES = (
 _WMMA_INTEGER = (0x44, 0x45, 0x4A)
 _LDS_D16_NAMES = ("U8_D16", "U8_D16_HI", "I8_D16", "I8_D16_HI", "U16_D16", "U16_D16_HI")
 _JUMPS = {0x47: "S_GETPC_B64", 0x48: "S_SETPC_B64", 0x49: "S_SWAPPC_B64"}
+_PERMLANES = {0x25B: "V_PERMLANE16_B32", 0x25C: "V_PERMLANEX16_B32"}
 _MOVRELS = {0x42: "V_MOVRELD_B32", 0x43: "V_MOVRELS_B32"}
 _DPP_KINDS = {0xFA: 0, 0xE9: 1, 0xEA: 2}  # src0 value -> DPP16, DPP8, DPP8 with fetch-inactive
 
@@ -158,6 +159,9 @@ class InstructionTable:
                 return Native("DS_SWIZZLE_B32", 8, SWIZZLE | NATIVE)
             if 0xA2 <= op < 0xA8:
                 return Native("DS_LOAD_" + _LDS_D16_NAMES[op - 0xA2], 8, NATIVE, NATIVE_LDS_D16)
+        if w0 >> 26 == 0x35 and (op := (w0 >> 16) & 1023) in _PERMLANES:
+            literal = 255 in ((words[1] >> 9) & 511, (words[1] >> 18) & 511)
+            return Native(_PERMLANES[op], 12 if literal else 8, NATIVE, NATIVE_PERMLANE)
         if w0 >> 25 == 0x3F and (op := (w0 >> 9) & 255) in _MOVRELS:
             return Native(_MOVRELS[op], 4, NATIVE, NATIVE_MOVREL)
         if w0 >> 23 == 0x17D and (op := (w0 >> 8) & 255) in _JUMPS:

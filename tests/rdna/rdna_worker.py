@@ -13,9 +13,11 @@ import json
 import sys
 from typing import Any
 
+import rdna_layer
 import torch
 from rdna_device import Launch, counts, pretend, resources
 
+from nybble.kernels.fused.activation import gated_reference
 from nybble.kernels.linear import operands, triton_kn, triton_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
@@ -78,7 +80,26 @@ def kn(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     return y, linear_reference(x, weight, bias), launches
 
 
-RUNNERS = {"skinny": skinny, "skinny_rdna": skinny, "kn": kn}
+def skinny_gated(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """The gate inside the skinny-layout GEMM, of a weight whose rows alternate gate and up."""
+    x, weight, bias = problem(case)
+    packed = pack(weight, arch=case["arch"])
+    name = case.get("activation", "silu")
+    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
+        y = triton_skinny.skinny_gemm_gated(
+            x, packed.words, packed.scales, packed.zeros, bias, weight.group_size, name
+        )
+    both = linear_reference(x, weight, bias).unsqueeze(0)
+    return y, gated_reference(both, None, True, name), launches
+
+
+RUNNERS = {
+    "skinny": skinny,
+    "skinny_rdna": skinny,
+    "kn": kn,
+    "skinny_gated": skinny_gated,
+    **rdna_layer.RUNNERS,
+}
 
 
 def main() -> None:

@@ -32,7 +32,9 @@ def small_csrc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The tests' own csrc and family of programs; which were asked for."""
     asked: list[tuple[Any, ...]] = []
 
-    def programs_for(target: Any, dtype: Any, group_size: int, symmetric: bool) -> tuple[Program, ...]:
+    def programs_for(
+        target: Any, dtype: Any, group_size: int, symmetric: bool, gates: Any
+    ) -> tuple[Program, ...]:
         asked.append((target.arch, str(dtype), group_size, symmetric))
         return (Program("swap.cpp", "swap", (f"NYBBLE_STEP={group_size}",)),)
 

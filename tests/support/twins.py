@@ -69,6 +69,55 @@ TWINS: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 9}),
+    "phi3-partial-longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + i / 8 for i in range(6)],
+                "long_factor": [2.0 + i for i in range(6)],
+            },
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.5,
+        },
+    ),
 }
 
 
@@ -87,6 +136,9 @@ class Source:
         shape = (weight.n, weight.k) if isinstance(weight, W4A16Weight) else tuple(weight.shape)
         assert shape == (n, k), (module, shape, n, k)
         return weight
+
+    def has(self, module: str) -> bool:
+        return module in self.weights
 
     def bias(self, module: str) -> torch.Tensor | None:
         return self.tensors.get(f"{module}.bias")

@@ -100,7 +100,7 @@ def test_programs_of_a_family_are_gathered_once_each(monkeypatch: pytest.MonkeyP
     asked = []
 
     def programs_for(
-        target: Target, dtype: torch.dtype, group_size: int, symmetric: bool
+        target: Target, dtype: torch.dtype, group_size: int, symmetric: bool, gates: tuple[str | None, ...]
     ) -> tuple[Program, ...]:
         asked.append((target.arch, dtype, group_size, symmetric))
         return (Program("a.cpp", "a", (f"G={group_size}",)), Program("a.cpp", "reduce"))

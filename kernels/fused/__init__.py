@@ -1,0 +1,2 @@
+"""Triton kernels for the work between two GEMMs of a layer. Imported where Triton is; the plain torch twins stand in
+kernels/norm.py, rope.py and activation.py."""

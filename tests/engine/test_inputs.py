@@ -1,0 +1,79 @@
+"""Static inputs: ladders, padding, and what the device sees after one copy."""
+
+import pytest
+import torch
+
+from nybble.kernels.attention import Span
+from nybble.service.engine.inputs import Limits, StaticInputs, decode_buckets, prefill_rungs
+
+CPU = torch.device("cpu")
+
+
+def inputs(max_running=5, prefill_tokens=100):
+    return StaticInputs(Limits(max_running, prefill_tokens, 200, 64), 8, CPU)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 16, 20, 64, 65, 200])
+def test_every_batch_size_has_a_bucket(most):
+    buckets = decode_buckets(most)
+    assert list(buckets) == sorted(set(buckets)) and buckets[0] == 1 and buckets[-1] == most
+    assert all(b >= a for a, b in zip(buckets, buckets[1:], strict=False))
+    assert all(b <= max(2 * a, a + 32) for a, b in zip(buckets, buckets[1:], strict=False))
+
+
+@pytest.mark.parametrize("most", [1, 16, 17, 64, 512, 2048, 5000])
+def test_every_prefill_has_a_rung(most):
+    rungs = prefill_rungs(most)
+    assert rungs[-1] >= most and (len(rungs) == 1 or rungs[-2] < most)
+    assert all(a < b <= 2 * a and b % 16 == 0 for a, b in zip(rungs, rungs[1:], strict=False))
+
+
+def test_a_decode_batch_is_padded_with_rows_that_touch_nothing():
+    static = inputs()
+    spans = [Span(1, 9, [3, 6]), Span(1, 8, [4]), Span(1, 17, [9, 8, 7])]
+    batch = static.batch("decode", [11, 12, 13], [8, 7, 16], spans, None)
+    assert batch is static.decode_batch(4)
+    assert batch.token_ids.tolist() == [11, 12, 13, 0] and batch.positions.tolist() == [8, 7, 16, 0]
+    plan = batch.plan
+    assert plan.slots.tolist() == [6 * 8 + 0, 4 * 8 + 7, 7 * 8 + 0, -1]
+    assert plan.q_start.tolist() == [0, 1, 2, 3, 4] and plan.kv_len.tolist() == [9, 8, 17, 0]
+    assert plan.table[0, :2].tolist() == [3, 6] and plan.table[2, :3].tolist() == [9, 8, 7]
+    assert plan.max_q == 1 and batch.logit_rows is None
+
+
+def test_addresses_stay_while_sequences_change():
+    static = inputs()
+    first = static.batch("decode", [1, 2], [0, 0], [Span(1, 1, [0]), Span(1, 1, [1])], None)
+    before = [t.data_ptr() for t in (first.token_ids, first.positions, first.plan.slots, first.plan.table)]
+    second = static.batch("decode", [3, 4], [8, 1], [Span(1, 9, [5, 2]), Span(1, 2, [1])], None)
+    after = [t.data_ptr() for t in (second.token_ids, second.positions, second.plan.slots, second.plan.table)]
+    assert before == after
+    assert second.plan.table[0, :2].tolist() == [5, 2] and second.plan.table[1, 0] == 1
+    # A block in the middle is exchanged, in place: no length tells.
+    blocks = [5, 2, 8]
+    static.batch("decode", [3, 4], [16, 1], [Span(1, 17, blocks), Span(1, 2, [1])], None)
+    blocks[1] = 7
+    third = static.batch("decode", [3, 4], [16, 1], [Span(1, 17, blocks), Span(1, 2, [1])], None)
+    assert third.plan.table[0, :3].tolist() == [5, 7, 8]
+
+
+def test_prefill_is_padded_to_its_rung():
+    static = inputs()
+    spans = [Span(3, 11, [2, 5]), Span(15, 15, [9, 1])]
+    batch = static.batch("prefill", list(range(18)), [*range(8, 11), *range(15)], spans, [2, 17])
+    assert len(batch.token_ids) == 32 and batch.token_ids[18:].abs().sum() == 0
+    assert batch.plan.slots.tolist() == [40, 41, 42, *range(72, 80), *range(8, 15), *[-1] * 14]
+    assert batch.plan.q_start.tolist() == [0, 3, 18] and batch.plan.kv_len.tolist() == [11, 15]
+    assert batch.plan.max_q == 15 and batch.logit_rows.tolist() == [2, 17]
+    one = static.batch("prefill", list(range(18)), [*range(8, 11), *range(15)], spans, [2, 17, 3])
+    assert one.logit_rows.tolist() == [2, 17, 3, 0]
+
+
+def test_every_section_starts_at_a_multiple_of_16_bytes():
+    """The Triton kernels are compiled for pointers that do."""
+    static = inputs(max_running=3)
+    for bucket in static.buckets:
+        batch = static.decode_batch(bucket)
+        plan = batch.plan
+        for t in (batch.token_ids, batch.positions, plan.slots, plan.q_start, plan.kv_len, plan.table):
+            assert (t.data_ptr() - batch.token_ids.data_ptr()) % 16 == 0

@@ -1,0 +1,88 @@
+"""The engine on the paged cache with static inputs and captured decode, as on a GPU; Triton's interpreter runs the kernels
+and a fake stands for the device's graphs."""
+
+import pytest
+import torch
+from model_folders import DATA, prompts
+
+pytest.importorskip("triton", reason="triton is not installed")
+if torch.cuda.is_available():  # where there is a GPU, test_graphs_gpu.py does all of this for real
+    pytest.skip("runs where Triton's interpreter does, without a GPU", allow_module_level=True)
+
+from nybble.kernels.attention import Choice  # noqa: E402
+from nybble.kernels.attention.paged import PagedAttention  # noqa: E402
+from nybble.service.engine import load  # noqa: E402
+from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams  # noqa: E402
+
+MODEL = DATA / "llama-ct-g32"
+
+
+class Graph:
+    """Replays by running the captured forward again."""
+
+    captured = 0
+    replays = 0
+
+    def __init__(self, forward):
+        type(self).captured += 1
+        self._forward = forward
+        self.output = forward().clone()
+
+    def replay(self):
+        type(self).replays += 1
+        self.output.copy_(self._forward())
+
+
+@pytest.fixture
+def make(monkeypatch):
+    Graph.captured = Graph.replays = 0
+    monkeypatch.setattr(load, "choose", lambda *args: Choice(PagedAttention(), {}))
+
+    def build(capture=Graph, model=MODEL, **config):
+        monkeypatch.setattr(load, "_capture", lambda device, attention: capture)
+        defaults = {"dtype": "float16", "device": "cpu", "lm_head": "keep", "threads": 1, "max_running": 3}
+        defaults |= {"kv_cache_bytes": 1 << 20, "prefill_tokens": 32, "prefill_tokens_busy": 16}
+        return load.build_engine(EngineConfig(str(model), **(defaults | config)))
+
+    return build
+
+
+def run(engine, asked, count):
+    """Greedy tokens per prompt, all running at once."""
+    tokens = {str(i): [] for i in range(len(asked))}
+    for i, p in enumerate(asked):
+        sampling = SamplingParams(count, temperature=0.0, ignore_eos=True)
+        engine.add(Request(str(i), tuple(p["input_ids"]), sampling, 0.0))
+    while engine.has_work:
+        for out in engine.step():
+            tokens[out.request_id] += [t.token_id for t in out.tokens]
+    return list(tokens.values())
+
+
+def test_captured_decode_gives_the_references_text(make):
+    engine = make()
+    captured, replays = Graph.captured, Graph.replays
+    assert captured == replays == 3, "batches of 1, 2 and 3, each replayed once against eager"
+    asked = prompts(MODEL)[:2]
+    assert run(engine, asked, 6) == [p["greedy_ids"][:6] for p in asked]
+    assert Graph.replays > replays
+    stats = engine.stats()
+    assert stats.graph_fallbacks == {}
+    assert stats.gemm_calls["cpu", "decode"] % (4 * 2) == 0, "four GEMMs a layer, replayed or not"
+
+
+def test_a_refused_capture_changes_no_text(make):
+    def refuse(forward):
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    engine = make(refuse)
+    asked = prompts(MODEL)[:2]
+    assert run(engine, asked, 4) == [p["greedy_ids"][:4] for p in asked]
+    assert engine.stats().graph_fallbacks == {"out_of_memory": 3}
+
+
+def test_the_smallest_cache_warms_up(make):
+    """One sequence's blocks, fewer than there may be sequences."""
+    engine = make(None, max_model_len=16, kv_cache_bytes=0, memory_fraction=0.9, max_running=2)
+    (tokens,) = run(engine, [{"input_ids": [5, 6, 7]}], 3)
+    assert len(tokens) == 3

@@ -1,0 +1,157 @@
+"""Attention, norm, rotation with KV write, and gates for `rdna_worker.py`: (result, reference, launches) of a case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rdna_device import Launch, bytes_of, pretend
+from weights import make_weight
+
+from nybble.kernels import skinny_layout
+from nybble.kernels.attention import triton_paged
+from nybble.kernels.fused import activation, kv_write, norm
+from nybble.kernels.linear import linear_reference, skinny
+from nybble.kernels.native.compilers import Clang
+from nybble.kernels.native.program import csrc
+from nybble.kernels.target import Target
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+Result = tuple[torch.Tensor, torch.Tensor, list[Launch]]
+
+
+def _pretend(case: dict[str, Any]) -> Any:
+    return pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {}))
+
+
+def _parts(case: dict[str, Any], rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A GEMM's parts of the case's count, and a bias where there are several."""
+    gen = torch.Generator().manual_seed(rows * 7 + width)
+    dtype, splits = DTYPES[case["dtype"]], case.get("splits", 1)
+    values = torch.randn(splits, rows, width, generator=gen)
+    if splits == 1:
+        return values.to(dtype), None
+    return values, torch.randn(width, generator=gen).to(dtype)
+
+
+def attention(case: dict[str, Any]) -> Result:
+    """case["spans"]: (q_len, kv_len) of each sequence; their blocks are scattered over a cache of NaN."""
+    gen = torch.Generator().manual_seed(5)
+    dtype, (heads, kv_heads, dim), size = DTYPES[case["dtype"]], case["heads"], case.get("block_size", 16)
+    spans = case["spans"]
+    counts = [-(-kv_len // size) for _, kv_len in spans]
+    order = torch.randperm(sum(counts), generator=gen).tolist()
+    cache = torch.full((sum(counts), 2, kv_heads, size, dim), float("nan"), dtype=dtype)
+    table = torch.zeros(len(spans), max(counts), dtype=torch.int32)
+    for b, (_, kv_len) in enumerate(spans):
+        for i in range(counts[b]):
+            block, filled = order.pop(), min(size, kv_len - i * size)
+            table[b, i] = block
+            cache[block, :, :, :filled] = torch.randn(2, kv_heads, filled, dim, generator=gen).to(dtype)
+    starts = torch.tensor([0, *(q for q, _ in spans)]).cumsum(0).to(torch.int32)
+    kv_len = torch.tensor([length for _, length in spans], dtype=torch.int32)
+    q = (2 * torch.randn(int(starts[-1]), heads, dim, generator=gen)).to(dtype)
+    args = (q, cache, table, starts, kv_len)
+    max_q, window, softcap = max(q for q, _ in spans), case.get("window", 0), case.get("softcap", 0.0)
+    with _pretend(case) as launches:
+        triton_paged.check_arguments(*args, max_q, window, softcap)
+        y = triton_paged.launch_attention(
+            *args, max_q, window, dim**-0.5, softcap, splits=case.get("kv_splits")
+        )
+    reference = triton_paged.paged_attention_reference(*args, window, dim**-0.5, softcap)
+    return y, reference, launches
+
+
+def add_norm(case: dict[str, Any]) -> Result:
+    gen = torch.Generator().manual_seed(6)
+    dtype, (rows, width) = DTYPES[case["dtype"]], case["shape"]
+    x, bias = _parts(case, rows, width)
+    residual = torch.randn(rows, width, generator=gen).to(dtype)
+    weight, own = torch.randn(2, width, generator=gen).to(dtype)
+    args = (x, bias, weight, 1e-5, own if case.get("norm_x") else None, 1e-6, 0.7)
+    want, want_y = norm.add_rms_norm_reference(residual, *args)
+    with _pretend(case) as launches:
+        y = norm.add_rms_norm(residual, *args)
+    return torch.cat((y, residual)), torch.cat((want_y, want.float())), launches
+
+
+def write(case: dict[str, Any]) -> Result:
+    gen = torch.Generator().manual_seed(7)
+    dtype, (heads, kv_heads, dim), rows = DTYPES[case["dtype"]], case["heads"], case["rows"]
+    x, bias = _parts(case, rows, (heads + 2 * kv_heads) * dim)
+    weights = torch.randn(2, dim, generator=gen).to(dtype) if case.get("norm") else None
+    angles = torch.randn(64, dim, generator=gen)
+    positions = torch.randint(0, 64, (rows,), generator=gen, dtype=torch.int32)
+    slots = torch.randperm(32, generator=gen)[:rows].to(torch.int32)
+    slots[1:2] = -1
+    cache = torch.randn(2, 2, kv_heads, 16, dim, generator=gen).to(dtype)
+    args = (x, bias, weights, angles, positions, slots)
+    want_q, want_cache = kv_write.norm_rope_write_reference(*args, cache, 1e-6)
+    with _pretend(case) as launches:
+        q = kv_write.norm_rope_write(*args, cache, 1e-6)
+    return (
+        torch.cat((q.flatten(), cache.flatten())),
+        torch.cat((want_q.flatten(), want_cache.flatten())),
+        launches,
+    )
+
+
+def gate(case: dict[str, Any]) -> Result:
+    rows, width = case["shape"]
+    x, bias = _parts(case, rows, 2 * width)
+    name, interleaved = case.get("activation", "silu"), case.get("interleaved", False)
+    with _pretend(case) as launches:
+        y = activation.gated(x, bias, interleaved, DTYPES[case["dtype"]], name)
+    return y, activation.gated_reference(x, bias, interleaved, name), launches
+
+
+def csrc_gemm(case: dict[str, Any]) -> Result:
+    """The csrc skinny kernel, case["gate"] applied in it or None, through clang and the emulator without its launcher."""
+    from rdna_code_object import CodeObject
+    from rdna_emulator import run_kernel
+
+    arch, dtype = case["arch"], DTYPES[case["dtype"]]
+    m, n, k, g, gate = (case[name] for name in ("m", "n", "k", "g", "gate"))
+    gen = torch.Generator().manual_seed(m + n)
+    weight = make_weight(n, k, g, case["symmetric"])
+    packed = skinny_layout.pack(weight, arch=arch, scale_dtype=dtype)
+    x, bias = torch.randn(m, k, generator=gen).to(dtype), torch.randn(n, generator=gen).to(dtype)
+    plan = replace(
+        skinny.plan_for(Target("rocm", arch, "", 40, 65536), m, n, k, g, 2, packed.zeros is not None),
+        splits=case.get("splits", 1),
+    )
+    program = plan.program(dtype, dtype, g, packed.zeros is not None, gate)
+    code = Clang().compile(program, csrc(), arch)
+    y = torch.zeros(m, n // (2 if gate else 1), dtype=dtype)
+    words, scales, zeros = packed.words, packed.scales, packed.zeros
+    strides = [t.stride(0) * t.element_size() for t in (x, words, scales)]
+    strides.append(0 if zeros is None else zeros.stride(0) * 4)
+    tensors = [
+        x,
+        words,
+        scales,
+        zeros,
+        bias,
+        y,
+        torch.zeros(plan.splits, m, n),
+        torch.zeros(4096, dtype=torch.int32),
+    ]
+    arrays = [None if t is None else bytes_of(t) for t in tensors]
+    result = run_kernel(
+        code,
+        program.entry,
+        (plan.blocks(n), plan.splits),
+        (32 * plan.waves,),
+        [*arrays, m, n, k, *strides, plan.splits],
+        lds_bytes=CodeObject(code).kernel(program.entry).group,
+        **case.get("schedule", {}),
+    )
+    bytes_of(y)[:] = result.outputs[5]
+    reference = linear_reference(x, weight, bias)
+    if gate:
+        reference = activation.gated_reference(reference.unsqueeze(0), None, True, gate)
+    return y, reference, []
+
+
+RUNNERS = {"csrc": csrc_gemm, "attention": attention, "add_norm": add_norm, "write": write, "gate": gate}

@@ -139,8 +139,8 @@ class Settings(BaseSettings):
     lm_head: str = Field(
         "auto",
         min_length=1,
-        description="keep: a 16-bit output head as it is; int4: read in int4, with the 32 best logits from the 16-bit "
-        "rows; auto: int4 on a CPU, else keep.",
+        description="keep: a 16-bit output head as it is; int8: read in int8, one scale a row; int4: read in int4, with the "
+        "32 best logits from the 16-bit rows; auto: int4 on a CPU, else keep.",
     )
     dense_copies: Literal["disabled", "enabled", "auto"] = Field(
         "disabled",

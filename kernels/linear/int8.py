@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nybble.kernels.linear import operands
+from nybble.kernels.linear.recorder import RECORDER
 
 DTYPES = operands.DTYPES
 # torch's CPU kernel reads past the end of a row that is no multiple of this (torch 2.13: wrong numbers, then a crash).
@@ -78,13 +79,21 @@ def can_run(device: torch.device, dtype: torch.dtype, k: int) -> tuple[bool, str
 
 
 class Int8Linear:
-    """One int8 linear layer on one device: y[M, N] = x[M, K] @ w^T. Raises ValueError where `can_run` says no."""
+    """One int8 linear layer on one device: y[M, N] = x[M, K] @ w^T. Raises ValueError where `can_run` says no.
 
-    def __init__(self, weight: Int8Weight, dtype: torch.dtype, device: torch.device) -> None:
-        runs, reason = can_run(device, dtype, weight.q.shape[1])
+    label: what kind of layer this is ("lm_head"), for the recorder.
+    """
+
+    path = "int8"
+
+    def __init__(
+        self, weight: Int8Weight, dtype: torch.dtype, device: torch.device, label: str = "lm_head"
+    ) -> None:
+        runs, self.reason = can_run(device, dtype, weight.q.shape[1])
         if not runs:
-            raise ValueError(f"int8 linear layer: {reason}")
+            raise ValueError(f"int8 linear layer: {self.reason}")
         self.weight = Int8Weight(weight.q.to(device), weight.scales.to(device, dtype))
+        self.label = label
         self._on_cpu = device.type == "cpu"
 
     @property
@@ -94,6 +103,15 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 0:
             return x.new_empty(0, self.weight.q.shape[0])
+        RECORDER.calls[self.path, RECORDER.phase] += 1
+        if not RECORDER.sampling:
+            return self._run(x)
+        mark = RECORDER.start(x.device)
+        y = self._run(x)
+        RECORDER.stop(mark, self.path, self.label, x.shape[0])
+        return y
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         if self._on_cpu:
             y: torch.Tensor = torch._weight_int8pack_mm(x.contiguous(), self.weight.q, self.weight.scales)
             return y

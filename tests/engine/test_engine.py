@@ -71,6 +71,30 @@ def test_batching_and_chunking_do_not_change_a_greedy_answer(config, stagger):
     assert [got[str(i)] for i in range(len(prompts))] == [p["greedy_ids"] for p in prompts]
 
 
+def test_an_int8_head_is_served_counted_and_shown():
+    engine = make(dtype="bfloat16", lm_head="int8")
+    plain = make(dtype="bfloat16")
+    model, kept = engine._runner.model, plain._runner.model
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    difference = (model.head(x) - kept.head(x)).float().abs().max() / kept.head(x).float().abs().max()
+    assert 0 < float(difference) < 0.02
+    (head,) = [k for k in engine.info.kernels if k.layer == "lm_head"]
+    assert (head.kernel, head.n, head.k, head.routes[0].path) == ("int8", 1024, 256, "int8")
+    assert head.nbytes == 1024 * 256 + 2 * 1024
+    prompt, greedy = reference()[0]["input_ids"], reference()[0]["greedy_ids"]
+    assert run(engine, request("a", prompt, 8))["a"] == greedy[:8]
+    assert engine.stats().gemm_calls["int8", "decode"] >= 7
+
+
+@pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
+def test_an_int8_head_replaces_its_16_bits_but_not_those_of_a_tied_embedding(model):
+    engine, plain = make(model, dtype="bfloat16", lm_head="int8"), make(model, dtype="bfloat16")
+    model, kept = engine._runner.model, plain._runner.model
+    assert torch.equal(model.embedding, kept.embedding)
+    replaced = 0 if model.config.tie_word_embeddings else 2 * 1024 * 256
+    assert model.nbytes - kept.nbytes == model.head.nbytes - replaced
+
+
 def test_dense_copies_change_no_answer_and_are_accounted_for():
     engine = make(dense_copies="enabled")
     prompt, greedy = reference()[2]["input_ids"], reference()[2]["greedy_ids"]
@@ -265,6 +289,7 @@ def test_gemm_calls_are_counted_by_path_and_phase_and_some_are_timed():
         ({"dtype": "int8"}, "--dtype is 'int8'"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"lm_head": "int2"}, "--lm-head is 'int2'"),
+        ({"lm_head": "int8"}, "--lm-head int8: activations float32"),
         ({"max_model_len": 4096}, "max_model_len is 4096: accepted at most 2048"),
         ({"kv_cache_bytes": 1}, "not enough memory"),
         ({"kv_cache_bytes": 1 << 50}, "not enough memory"),

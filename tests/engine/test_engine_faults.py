@@ -40,7 +40,9 @@ def overflow_in_the_first_block(engine):
         length = float(first.input_norm(model.embedding[POISON : POISON + 1])[0, DIRECTION])
     dtype = model.embedding.dtype
     layer = Overflowing(first.qkv, model.config, dtype, torch.device("cpu"), length)
-    model.blocks = (dataclasses.replace(first, qkv=layer), *model.blocks[1:])
+    blocks = (dataclasses.replace(first, qkv=layer), *model.blocks[1:])
+    rest = (model.norm, model.head, model.ropes, model.attention, model.ops)
+    engine._runner.model = type(model)(model.config, model.embedding, blocks, *rest)
     return layer
 
 

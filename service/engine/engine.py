@@ -59,8 +59,8 @@ class Engine:
 
     def __init__(self, runner: Runner, info: EngineInfo, config: EngineConfig) -> None:
         self.info = info
+        self.gemm_sample_every = config.gemm_sample_every
         self._runner = runner
-        self._config = config
         self._scheduler = Scheduler(
             BlockPool(info.kv_blocks),
             info.block_size,
@@ -80,6 +80,15 @@ class Engine:
         self._nonfinite = 0
         self._steps = 0
         self._overhead_seconds = 0.0
+
+    @property
+    def runner(self) -> Runner:
+        return self._runner
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Most prompt rows of a step, for now."""
+        return self._scheduler.pacer.most
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +131,7 @@ class Engine:
     def _launch(self, outputs: list[StepOutput]) -> _Launched | None:
         """The next step, started; None when there is nothing to run or no memory to run it. A request that has to end
         for lack of memory is added to outputs."""
-        every = self._config.gemm_sample_every
+        every = self.gemm_sample_every
         RECORDER.sampling = every > 0 and self._steps % every == 0
         step = self._scheduler.schedule()
         if not step:

@@ -14,19 +14,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A step with prompt rows may take this many times one without. Under the 3 that are promised, by what a prediction errs.
-STEP_RATIO = 2.3
+# A step with prompt rows is meant to take at most this many times one without: under the 3 that are promised, by what
+# predictions err. Steps that come near the 3 all the same lower it, since the machine is less steady; others raise it again.
+STEP_RATIO, LEAST_STEP_RATIO = 2.2, 1.4
+_NEAR = 2.6
+_LOWER, _RAISE = 0.93, 0.002
 # Where the mere pass takes longer than that, rows that add this part of a usual step still come with it.
 LEAST_SHARE = 0.12
 # Without streams nobody waits for the next token, but a newcomer does for the chunk that is under way.
 IDLE_CHUNK_S = 0.5
-# From one step to the next the rows beside streams grow by this part, or this many, at most: the formula is only known near
-# where it was measured.
-_GROWTH, _GROWTH_ROWS = 0.25, 16
+# The rows beside streams start with this many at most and grow by half, or by two, from one step to the next: the formula is
+# only known near where it was measured.
+_FIRST_ROWS, _GROWTH, _LEAST_GROWTH = 32, 0.5, 2
 # Of a measurement's weight, this is left when the next one comes.
 _FADING = 0.85
-# Measured seconds count as at most this many times the expected ones: a hiccup of the machine is no new normal.
-_CLIP = 2.0
+# Measured seconds count as at most this many times the expected ones: a hiccup of the machine is no new normal. Of passes with
+# prompt rows more is believed, since more is at stake.
+_CLIP, _PROMPT_CLIP = 2.0, 3.0
 _PAIRS = 1024.0  # rows x positions are counted in these
 
 
@@ -54,7 +58,7 @@ class CostModel:
     def observe(self, rows: Iterable[Rows], seconds: float) -> None:
         x = _features(rows)
         expected = max(self._predict(x), 1e-6) if self.measured >= 3 else max(seconds, 1e-6)
-        seconds = min(seconds, _CLIP * expected)
+        seconds = min(seconds, _PROMPT_CLIP * expected)
         self.measured += 1
         # Relative errors count, not absolute ones: a short pass tells as much as a long one. Relative to what was expected,
         # or a device that becomes slower would be believed the less the slower it is.
@@ -123,9 +127,9 @@ class Budget:
 
     def take(self, wanted: int, context: int, align: int = 1) -> int:
         """How many of a prompt's next `wanted` rows, behind `context` positions, fit. If not all of them do, and they are
-        `align` or more, they end on a multiple of it."""
+        twice `align` or more, they end on a multiple of it."""
         count = self._fit(wanted, context)
-        if align <= count < wanted:
+        if 2 * align <= count < wanted:
             count = (context + count) // align * align - context
         if count:
             self._taken.append(Rows(count, context))
@@ -171,6 +175,7 @@ class Pacer:
         self.most = most
         self.most_busy = most_busy
         self.model = CostModel()
+        self.ratio = STEP_RATIO
         self._last_busy = 0
         # bit length of the number of streams -> steps measured, and their mean seconds, older ones fading
         self._usual: dict[int, tuple[int, float]] = {}
@@ -185,10 +190,9 @@ class Pacer:
         if usual is None:
             # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
             usual = self.model.seconds([Rows(1, 0)])
-        most = self.most
-        if self._last_busy:
-            most = min(most, self._last_busy + max(int(self._last_busy * _GROWTH), _GROWTH_ROWS))
-        return Budget(self.model, most, (STEP_RATIO - 1) * usual, LEAST_SHARE * usual)
+        last = self._last_busy
+        most = min(self.most, last + max(int(last * _GROWTH), _LEAST_GROWTH) if last else _FIRST_ROWS)
+        return Budget(self.model, most, (self.ratio - 1) * usual, LEAST_SHARE * usual)
 
     def usual(self, streams: int) -> float | None:
         """Seconds of a step of this many streams without prompt rows, or of the most similar number measured."""
@@ -200,9 +204,15 @@ class Pacer:
     def observe(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
         """What a step took."""
         if prompts:
+            usual = (self.usual(streams) or 0.0) if streams else 0.0
             if streams:
                 self._last_busy = sum(r.count for r in prompts)
-            usual = (self.usual(streams) or 0.0) if streams else 0.0
+                near = usual > 0 and seconds > _NEAR * usual
+                self.ratio = (
+                    max(self.ratio * _LOWER, LEAST_STEP_RATIO)
+                    if near
+                    else min(self.ratio + _RAISE, STEP_RATIO)
+                )
             self.model.observe(prompts, max(seconds - usual, 0.05 * seconds))
             return
         size = streams.bit_length()

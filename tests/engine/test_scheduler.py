@@ -57,7 +57,7 @@ def test_without_decoders_chunks_are_large_and_shared():
     s = scheduler()
     s.add(sequence("a", 10))
     s.add(sequence("b", 9))
-    assert [(c.sequence.id, c.count) for c in s.schedule().prefill] == [("b", 9), ("a", 4)]
+    assert [(c.sequence.id, c.count) for c in s.schedule().prefill] == [("b", 9), ("a", 7)]
 
 
 def test_a_short_prompt_goes_before_a_long_one_that_gets_its_part_all_the_same():

@@ -25,7 +25,7 @@ LEAST_SHARE = 0.12
 IDLE_CHUNK_S = 0.5
 # The rows beside streams start with this many at most and grow by half, or by two, from one step to the next: the formula is
 # only known near where it was measured.
-_FIRST_ROWS, _GROWTH, _LEAST_GROWTH = 32, 0.5, 2
+_FIRST_ROWS, _GROWTH, _LEAST_GROWTH = 16, 0.5, 2
 # Of a measurement's weight, this is left when the next one comes.
 _FADING = 0.85
 # Measured seconds count as at most this many times the expected ones: a hiccup of the machine is no new normal. Of passes with

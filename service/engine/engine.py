@@ -70,6 +70,7 @@ class Engine:
         )
         self._launched: _Launched | None = None
         self._out_of_memory = 0
+        self._failed_in_a_row = 0
         self._sequences: dict[str, Sequence] = {}
         self._refused: list[StepOutput] = []
         self._finished: Counter[str] = Counter()
@@ -152,6 +153,7 @@ class Engine:
             results = self._runner.collect(launched.flight)
         except Exception as error:
             return self._survive(error, launched)
+        self._failed_in_a_row = 0
         seconds = perf_counter() - launched.started_s
         self._scheduler.pacer.observe(seconds, len(launched.step.decode), launched.rows)
         failed = {sequence for sequence, token in results if token is None}
@@ -171,7 +173,7 @@ class Engine:
         """After a step that failed for lack of memory: put it back, and ask for less from now on. Raises any other error.
 
         The youngest request makes room: it goes back to the queue, and fewer run together until one has finished. One that
-        is alone gets smaller chunks; when they are as small as can be, it ends with an error.
+        is alone gets smaller chunks; when they are as small as can be, it is tried once more and then ends with an error.
         """
         if not _is_out_of_memory(error):
             raise error
@@ -194,6 +196,10 @@ class Engine:
         rows = sum(r.count for r in launched.rows)
         if rows > self.info.block_size:
             scheduler.pacer.most = max(rows // 2, self.info.block_size)
+            return []
+        # What the allocator has given back may be enough.
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row == 1:
             return []
         first = youngest.scheduled_s if youngest.output_len == 0 else None
         self._finish(youngest, "error")

@@ -115,16 +115,19 @@ def expected():
     return {w.request_id: run(engine, w)[w.request_id] for w in WISHES}
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 6, 11])
+@pytest.mark.parametrize("mixes", [True, False], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 11])
 @pytest.mark.parametrize(
     "error",
     [None, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")],
     ids=["gpu", "cpu"],
 )
-def test_one_step_without_memory_changes_no_answer(expected, at, error):
+def test_one_step_without_memory_changes_no_answer(expected, at, error, mixes):
+    """In two passes the streams' rows may be computed, and only the prompts' fail: both are done again."""
     engine = make(prefill_tokens_busy=16)
+    engine._runner.model.attention.mixes_rows = mixes
     memory = Memory(engine, lambda m, _: m.asked == at, error)
-    assert run(engine, *WISHES) == expected
+    assert run(engine, *WISHES, stagger=2) == expected
     assert memory.failures == 1 and engine.stats().out_of_memory == 1
     assert engine.stats().finished == {"length": 4}
 

@@ -54,6 +54,8 @@ class AttentionBackend(ABC):
     """One way to keep and read the KV cache."""
 
     name: str
+    # Whether one plan may hold rows of decoding sequences and of prompts.
+    mixes_rows = False
 
     @abstractmethod
     def allocate(self, shape: CacheShape, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.attention.selfcheck import paged_problem
 from nybble.kernels.bench.timing import copy_rate
 from nybble.kernels.linear import W4A16Linear, dense_bytes
+from nybble.kernels.linear.int8 import Int8Linear, can_run, quantize_rows
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import (
     Target,
@@ -44,8 +45,9 @@ OnBytes = Callable[[int, int], None]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# --lm-head: a 16-bit output head as it is, or read in int4 and rescored (see RescoredHead), in groups of this size.
-HEADS = ("auto", "keep", "int4")
+# --lm-head: a 16-bit output head as it is, read in int8, or read in int4 and rescored (see RescoredHead), in groups of this
+# size.
+HEADS = ("auto", "keep", "int8", "int4")
 HEAD_GROUP_SIZE = 32
 
 
@@ -72,7 +74,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         attention, attention_passed = _attention(
             target, device, dtype, model_config.head_dim, config.block_size
         )
-        head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
+        head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, device)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
         expected = replace(
@@ -201,12 +203,17 @@ def _readings(device: torch.device) -> Readings:
 
 
 def _head_quantizer(
-    mode: str, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, target: Target
+    mode: str, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> HeadQuantizer | None:
     """auto: int4 on a CPU in bfloat16, where the head is a third of a small model's bytes; kept elsewhere."""
     if mode not in HEADS:
         raise ConfigError(f"--lm-head is {mode!r}: accepted {', '.join(HEADS)}")
-    int4 = mode == "int4" or (mode == "auto" and target.kind == "cpu" and dtype is torch.bfloat16)
+    if mode == "int8":
+        runs, reason = can_run(device, dtype, model.hidden_size)
+        if not runs:
+            raise ConfigError(f"--lm-head int8: {reason}; use keep or int4")
+        return partial(quantize_rows, dtype=dtype)
+    int4 = mode == "int4" or (mode == "auto" and device.type == "cpu" and dtype is torch.bfloat16)
     if not int4:
         return None
     if model.hidden_size % HEAD_GROUP_SIZE:
@@ -266,12 +273,14 @@ def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: to
 
 def _reports(model: Decoder) -> tuple[KernelReport, ...]:
     """One row per layer kind and distinct kernel choice, for GET /v1/kernels."""
-    reports = []
+    reports: list[KernelReport] = []
     for kind, layers in model.linears.items():
         groups: dict[object, list[W4A16Linear]] = {}
         for layer in layers:
             if isinstance(layer, W4A16Linear):
                 groups.setdefault((layer.config, layer.kernel.name), []).append(layer)
+            elif isinstance(layer, Int8Linear):
+                reports.append(_int8_report(kind, layer))
         for same in groups.values():
             first = same[0]
             reports.append(
@@ -292,3 +301,20 @@ def _reports(model: Decoder) -> tuple[KernelReport, ...]:
                 )
             )
     return tuple(reports)
+
+
+def _int8_report(kind: str, layer: Int8Linear) -> KernelReport:
+    n, k = layer.weight.q.shape
+    return KernelReport(
+        layer=kind,
+        count=1,
+        n=n,
+        k=k,
+        group_size=k,
+        symmetric=True,
+        kernel="int8",
+        reason=layer.reason,
+        declined={},
+        routes=(RouteReport(1, None, layer.path, "asked for by --lm-head", None),),
+        nbytes=layer.nbytes,
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nybble.kernels.linear import W4A16Linear
+from nybble.kernels.linear.int8 import Int8Linear
 
 
 class DenseLinear:
@@ -67,5 +68,5 @@ class RescoredHead:
         return logits.scatter_(1, best, exact)
 
 
-Linear = W4A16Linear | DenseLinear | SideBySide
-Head = W4A16Linear | DenseLinear | RescoredHead
+Linear = W4A16Linear | DenseLinear | SideBySide | Int8Linear
+Head = W4A16Linear | DenseLinear | RescoredHead | Int8Linear

@@ -291,6 +291,11 @@ def test_best_of_gives_the_likeliest(http: httpx.Client, codec: TextCodec, n: in
     assert reverse["logprobs"]["token_logprobs"] == [-0.25 + 10 / 1024] * 3
 
 
+def test_a_cache_salt_reaches_the_engine_and_changes_no_text(http: httpx.Client) -> None:
+    plain = complete(http, prompt=TEXT)["choices"]
+    assert complete(http, prompt=TEXT, cache_salt="tenant \U0001f9c2")["choices"] == plain
+
+
 def test_priority_reaches_the_engine_and_changes_no_text(http: httpx.Client) -> None:
     plain = complete(http, prompt=TEXT)["choices"]
     assert complete(http, prompt=TEXT, priority=-3, timeout_s=60)["choices"] == plain

@@ -138,6 +138,19 @@ def test_layers_left_in_16_bits_work_beside_quantised_ones(keep):
     assert (run(decoder(source, raw), ids) - expected).abs().max() < MAX_LOGIT_ERROR
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied-bias", "qwen3", "phi3", "gemma3"])
+def test_weights_are_read_in_the_order_that_was_said(name):
+    """Reading ahead depends on it."""
+    _, source, raw = twin(name)
+    said, asked = [], []
+    tensor, linear = source.tensor, source.linear
+    source.expect = said.extend
+    source.tensor = lambda n: asked.append(n) or tensor(n)
+    source.linear = lambda m, n, k: asked.append(m) or linear(m, n, k)
+    decoder(source, raw)
+    assert [item for item in said if item in asked] == asked and len(set(asked)) == len(asked)
+
+
 def test_a_missing_bias_is_named():
     _, source, raw = twin("qwen2")
     del source.tensors["model.layers.1.self_attn.k_proj.bias"]

@@ -365,6 +365,8 @@ FAULTS = (
         "        self.close()\n        self.fail(error)",
         "        self.fail(error)",
         "tests/api/test_limits.py -k limit",
+    ),
+    Fault(
         "paged attention: window one too wide",
         "kernels/attention/triton_paged.py",
         "visible &= key[None, :] > position[:, None] - window",

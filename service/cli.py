@@ -137,9 +137,9 @@ def find_model(model: str) -> str:
 def resolve(model: str) -> None:
     """Print the folder of MODEL, after fetching or converting it if need be."""
     from nybble.service.checkpoints import resolve as find
-    from nybble.service.logs import configure_logging
+    from nybble.service.logs import LogConfig, configure_logging
 
-    configure_logging("INFO")
+    configure_logging(LogConfig())
     tidy_on_sigterm()
     print(find(model))
 
@@ -161,9 +161,9 @@ def quantize(
     """Turn 16-bit or GGUF weights into a W4A16 folder (compressed-tensors)."""
     from nybble.service.checkpoints.quantize import QuantizeOptions
     from nybble.service.checkpoints.quantize import quantize as run
-    from nybble.service.logs import configure_logging
+    from nybble.service.logs import LogConfig, configure_logging
 
-    configure_logging("INFO")
+    configure_logging(LogConfig())
     tidy_on_sigterm()
     run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))
 

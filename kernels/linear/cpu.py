@@ -65,12 +65,12 @@ class CpuInt4(LinearKernel):
         return True, "torch's int4 CPU GEMM"
 
     def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> CpuInt4State:
-        scales = weight.scales.to(torch.float32)
-        if weight.zeros is None:
-            shift = torch.zeros_like(scales)
-        else:
-            shift = (SYMMETRIC_ZERO - weight.zeros.to(torch.float32)) * scales
-        scales_and_zeros = torch.stack((scales, shift), dim=-1).transpose(0, 1).to(config.dtype).contiguous()
+        groups = weight.k // weight.group_size
+        scales_and_zeros = torch.zeros(groups, weight.n, 2, dtype=config.dtype)
+        scales_and_zeros[..., 0] = weight.scales.t()
+        if weight.zeros is not None:
+            shift = (SYMMETRIC_ZERO - weight.zeros.to(torch.float32)) * weight.scales.to(torch.float32)
+            scales_and_zeros[..., 1] = shift.t()
         return CpuInt4State(pack_for_cpu(weight.q), scales_and_zeros, weight.group_size)
 
     def apply(

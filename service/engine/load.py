@@ -14,13 +14,13 @@ import torch
 from nybble.kernels import native
 from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.attention.selfcheck import paged_problem
+from nybble.kernels.bench.timing import copy_rate
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import (
     Target,
     default_device,
     detect,
-    measured_copy_rate,
     pci_address,
     shares_host_memory,
     usable_cores,
@@ -33,6 +33,7 @@ from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelRepor
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.folders import kernel_cache_folder
+from nybble.service.malloc import large_blocks_go_back
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
 from nybble.service.models.load import HeadQuantizer, block_modules
@@ -60,11 +61,12 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
     _set_up_compilation(config, device)
-    copy_bytes_per_s = measured_copy_rate(device)
+    copy_bytes_per_s = _copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
     shared = device.type != "cpu" and shares_host_memory(device)
-    with open_checkpoint(folder, on_bytes, drop_cache=shared, pin=device.type == "cuda") as checkpoint:
+    pin = device.type == "cuda"
+    with large_blocks_go_back(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
         attention, attention_passed = _attention(
@@ -155,6 +157,15 @@ def _attention(
 def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
     """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
     return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
+
+
+def _copy_rate(device: torch.device) -> float:
+    """What bandwidths are relative to, in a fraction of a second; gives its memory back."""
+    if device.type == "cpu":
+        return copy_rate(device, nbytes=64 << 20, least_s=0.05)
+    rate = copy_rate(device)
+    torch.cuda.empty_cache()
+    return rate
 
 
 def _device(name: str) -> torch.device:

@@ -7,6 +7,7 @@
 #   PYTEST_ARGS      passed to pytest by every test target
 #
 # test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
+# test-fuzz, test-soak and test-lm-eval run for minutes: FUZZ_S and SOAK_S say how many seconds. audit needs a network.
 # test-packages runs the linear kernels that call a package of their own on that package, and nvrtc, which needs no GPU.
 
 SHELL := /bin/bash
@@ -26,7 +27,9 @@ ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
 	humming-kernels==0.1.20 tabulate==0.10.0 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1 \
 	nvidia-cuda-nvrtc==13.5.37
 
-.PHONY: serve test test-slow test-checkpoints test-mutations test-rdna test-packages test-wheel venv lint format clean
+LM_EVAL := "lm-eval[api]==0.4.13"
+
+.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
@@ -34,7 +37,7 @@ serve:
 
 test:
 	@$(READY) test
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval" $(PYTEST_ARGS)
 
 test-slow:
 	@$(READY) test
@@ -43,6 +46,29 @@ test-slow:
 test-checkpoints:
 	@$(READY) test
 	$(PYTEST) -m checkpoints $(PYTEST_ARGS)
+
+test-fuzz:
+	@$(READY) test dev
+	$(PYTEST) -m fuzz tests/fuzz $(PYTEST_ARGS)
+
+test-soak:
+	@$(READY) test
+	$(PYTEST) -m soak tests/soak $(PYTEST_ARGS)
+
+test-lm-eval: build/lm-eval/.installed
+	@$(READY) test
+	NYBBLE_LM_EVAL=$(CURDIR)/build/lm-eval/bin/python $(PYTEST) -m lm_eval tests/lm_eval $(PYTEST_ARGS)
+
+# An environment of its own: its hundred packages are nobody else's.
+build/lm-eval/.installed: Makefile
+	rm -rf build/lm-eval
+	"$(PYTHON)" -m venv build/lm-eval
+	build/lm-eval/bin/pip install --quiet --disable-pip-version-check $(LM_EVAL)
+	touch $@
+
+audit:
+	@$(READY) test dev
+	.venv/bin/pip-audit --skip-editable --progress-spinner off
 
 test-mutations:
 	@$(READY) test

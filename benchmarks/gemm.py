@@ -19,16 +19,16 @@ import torch
 import triton
 from gemm_problem import QWEN3_8B, Timing, commit, random_weight, random_x, time_cold
 
+from nybble.kernels.bench.peers import PEERS, Gemm
 from nybble.kernels.linear import W4A16Linear, triton_kn, triton_skinny
 from nybble.kernels.linear.reference import dequantize
-from nybble.kernels.packing import W4A16Weight, unpack_rows
+from nybble.kernels.packing import W4A16Weight
 from nybble.kernels.skinny_layout import pack
 from nybble.kernels.target import detect
 from nybble.kernels.testing import errors
 
 G = 128
 COPIES = 4
-Gemm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def nybble_skinny(weight: W4A16Weight) -> Gemm:
@@ -41,46 +41,22 @@ def nybble_kn(weight: W4A16Weight) -> Gemm:
     return lambda x: triton_kn.kn_gemm(x, w.words, w.scales, w.zeros, None, G)
 
 
-def dense(weight: W4A16Weight) -> Gemm:
-    w = dequantize(weight, torch.bfloat16)
-    return lambda x: torch.nn.functional.linear(x, w)
-
-
 def nybble_layer(weight: W4A16Weight) -> Gemm:
     """The layer as it is served with dense copies: routed, so from RouteLimits.dense_min_m rows on the copy."""
     return W4A16Linear(weight, None, torch.bfloat16, weight.q.device, dense=True)
 
 
-def tinygemm(weight: W4A16Weight) -> Gemm:
-    q = unpack_rows(weight.q).to(torch.int32)
-    packed = torch.ops.aten._convert_weight_to_int4pack((q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8), 8)
-    zeros = torch.zeros_like(weight.scales)  # its zero is an offset from (q - 8) * s
-    scales_zeros = torch.stack((weight.scales, zeros), dim=-1).transpose(0, 1).contiguous()
-    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, G, scales_zeros)
-
-
-def gemlite(weight: W4A16Weight) -> Gemm:
-    from gemlite.core import DType, GemLiteLinearTriton
-
-    layer = GemLiteLinearTriton(
-        4,
-        group_size=G,
-        in_features=weight.k,
-        out_features=weight.n,
-        input_dtype=DType.BF16,
-        output_dtype=DType.BF16,
-    )
-    layer.pack(unpack_rows(weight.q), weight.scales, torch.full_like(weight.scales, 8), None)
-    return layer.forward
+def peer(name: str) -> Callable[[W4A16Weight], Gemm]:
+    return lambda weight: PEERS[name].make(weight, torch.bfloat16)
 
 
 PATHS: dict[str, Callable[[W4A16Weight], Gemm]] = {
     "skinny": nybble_skinny,
     "kn": nybble_kn,
-    "dense": dense,
+    "dense": peer("dense 16-bit"),
     "layer": nybble_layer,
-    "tinygemm": tinygemm,
-    "gemlite": gemlite,
+    "tinygemm": peer("tinygemm"),
+    "gemlite": peer("gemlite"),
 }
 
 

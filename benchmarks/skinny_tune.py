@@ -27,13 +27,11 @@ from nybble.kernels.testing import TOLERANCE, errors
 COLD_BYTES = 400 << 20
 
 
-def plans(m: int, target) -> list[skinny.Plan]:
+def plans(m: int, args: argparse.Namespace) -> list[skinny.Plan]:
     bucket = 1 << (m - 1).bit_length()
     return [
         skinny.Plan("MmaTile", bucket, rows, waves, step, stages)
-        for rows, waves, step, stages in itertools.product(
-            (16, 32, 48, 64, 96), (2, 4, 8, 16), (4, 8), (2, 3, 4)
-        )
+        for rows, waves, step, stages in itertools.product(args.rows, args.waves, args.step, args.stages)
     ]
 
 
@@ -44,12 +42,22 @@ def main() -> None:
     parser.add_argument("--type", default="bf16")
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
+    for name, values in (
+        ("rows", [16, 32, 48, 64, 96]),
+        ("waves", [2, 4, 8, 16]),
+        ("step", [4, 8]),
+        ("stages", [2, 3, 4]),
+    ):
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=values)
+    parser.add_argument(
+        "--dependent", action="store_true", help="dependent launches alone, as layers make them"
+    )
     parser.add_argument("--write")
     args = parser.parse_args()
     device = torch.device("cuda", 0)
     target, dtype, g = detect(device), DTYPES[args.type], args.group
     zeros = args.asymmetric
-    every = [p for m in args.m for p in plans(m, target)]
+    every = [p for m in args.m for p in plans(m, args)]
     programs = {p.program(dtype, dtype, g, zeros) for p in every}
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda p: native.compile_program(p, target), programs))
@@ -64,10 +72,10 @@ def main() -> None:
             reference = linear_reference(x, weights[0])
             chosen = skinny.plan_for(target, m, n, k, g, 2, zeros)
             found = []
-            for plan in plans(m, target):
+            for plan in plans(m, args):
                 if plan.shared_bytes(k, g, 2, zeros) > target.lds_bytes:
                     continue
-                for dependent in (False, True):
+                for dependent in (True,) if args.dependent else (False, True):
                     calls = [
                         skinny.bind(plan, x, p.words, p.scales, p.zeros, None, g, dependent) for p in packed
                     ]

@@ -22,20 +22,26 @@ struct DotRows {
   static constexpr int PAIRS = GRANULE / 2;
 
   float total[ROWS][M];
+  u32 scale[ROWS];  // see Scale::fetch
 
   struct Rows {
-    const u8 *x[M], *w[ROWS], *scale[ROWS], *zero[ROWS / 8];
+    const u8 *x[M], *w[ROWS], *scale, *zero[ROWS / 8];
+    u32 scale_stride;
+    int present;  // rows of w that are there
   };
 
   NYBBLE_METHOD void run(const Problem& p, int row0, Slice slice, u8*) {
     Rows rows;
+    rows.scale = p.scales + u64(row0) * u32(p.s_stride);
+    rows.scale_stride = p.s_stride;
+    rows.present = p.n - row0;
     NYBBLE_UNROLL
     for (int m = 0; m < M; m++) rows.x[m] = scalar_base(p.x + u64(smaller(m, p.m - 1)) * u32(p.x_stride));
     NYBBLE_UNROLL
     for (int r = 0; r < ROWS; r++) {
       const int n = smaller(row0 + r, p.n - 1);
       rows.w[r] = scalar_base(p.w + u64(n) * u32(p.w_stride));
-      rows.scale[r] = scalar_base(p.scales + u64(n) * u32(p.s_stride));
+      scale[r] = register_of_zero();
       if (ZEROS && r % 8 == 0) rows.zero[r / 8] = scalar_base(p.zeros + u64(n / 8) * u32(p.z_stride));
       NYBBLE_UNROLL
       for (int m = 0; m < M; m++) total[r][m] = 0;
@@ -63,12 +69,14 @@ struct DotRows {
       }
     }
     Quad w[ROWS];
-    typename Scale::Bits scale[ROWS];
     u32 zero[ROWS / 8];
+    const u8* scale_row = rows.scale;
     NYBBLE_UNROLL
     for (int r = 0; r < ROWS; r++) {
+      scale_row = scalar_base_here(scale_row);
       w[r] = load_once(rows.w[r], granule * GRANULE_BYTES);
-      scale[r] = load<typename Scale::Bits>(rows.scale[r], group * sizeof(typename Scale::Bits));
+      scale[r] = Scale::fetch(scale[r], scale_row, group * sizeof(typename Scale::Bits));
+      if (r + 1 < rows.present) scale_row += rows.scale_stride;
       if (ZEROS && r % 8 == 0) zero[r / 8] = load<u32>(rows.zero[r / 8], group * 4);
     }
     issue_first();
@@ -112,7 +120,7 @@ struct DotRows {
       }
       NYBBLE_UNROLL
       for (int m = 0; m < M; m++) {
-        total[r][m] += Scale::wide(scale[r]) * (Type::FINE ? even[m] + odd[m] * 0.0625f : even[m]);
+        total[r][m] += Scale::fetched(scale[r]) * (Type::FINE ? even[m] + odd[m] * 0.0625f : even[m]);
       }
     }
   }

@@ -1,9 +1,9 @@
-// Up to 16 rows of x on CUDA: 16 rows of w are the first operand of the 16x8x16 matrix instruction, 8 rows of x the second.
+// Up to 16 rows of x on CUDA: 16 rows of w are the first operand of the 16x8x16 matrix instruction, 8 rows of x the other.
 //
 // A wave streams its slice through a ring of STAGES stages in shared memory, its own and nobody else's, by asynchronous
 // copies of 16 bytes. One step is 128 k of ROWS rows of w and of the rows of x:
 //
-//   stage   w  [ROWS][4 granules]      x  [M][16 chunks of 8 k]        rows swizzled, so that no two lanes meet in a bank
+//   stage   w  [ROWS][4 granules]      x  [M][16 chunks of 8 k]       rows swizzled: no two lanes meet in a bank
 //
 // ldmatrix takes eight rows of one granule and leaves word t of row g in lane (g, t), where the instruction wants it: so it
 // multiplies inside one granule, and a sum never meets two groups. The scales and zero points of the whole slice come
@@ -19,6 +19,7 @@
 
 namespace nybble {
 
+NYBBLE_DEV u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
 NYBBLE_DEV u32 shared_address(const u8* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // 16 bytes to shared memory; zeros where `present` is false. Read once: first to leave the L2.
@@ -66,7 +67,8 @@ NYBBLE_DEV Quad load_matrices(u32 row) {
 
 // c[16 rows of w, 8 rows of x] += a b; a: rows g and g + 8 (low, high), two pairs of k each.
 NYBBLE_DEV void multiply(Half, float (&c)[4], Pair low0, Pair high0, Pair low1, Pair high1, Pair b0, Pair b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(low0), "r"(high0), "r"(low1), "r"(high1), "r"(b0), "r"(b1));
 }
@@ -84,14 +86,17 @@ struct MmaTile {
   static constexpr int STAGES = NYBBLE_STAGES;
   static constexpr int TILES = ROWS / 16, EIGHTS = ROWS / 8;
   static constexpr int X_TILES = (M + 7) / 8;
-  static constexpr int GROUPS = STEP * GRANULE / GROUP;  // of a step
+  // bf16: the raw numbers BIAS + q go into the sum, and (BIAS + z) sum x comes off it where a group ends; sum x is one more
+  // matrix instruction for all rows of w. Where groups are short and rows of x many, subtracting from each pair is less.
+  static constexpr bool RAW = !Type::FINE && X_TILES * (STEP * GRANULE / GROUP) <= STEP;
+  static constexpr int PER_GROUP = GROUP / GRANULE, GROUPS = STEP / PER_GROUP;  // granules of a group, groups of a step
   static constexpr int W_BYTES = ROWS * STEP * GRANULE_BYTES;
   static constexpr int X_ROW_BYTES = STEP * GRANULE * 2;
   static constexpr int STAGE_BYTES = W_BYTES + M * X_ROW_BYTES;
   static constexpr int SCALE_BYTES = sizeof(typename Scale::Bits);
-  static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and scale_bytes() a wave, see the launcher
+  static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and side_bytes() a wave
 
-  static constexpr int COPIED = WAVE / STEP;           // rows of w that a wave copies at a time
+  static constexpr int COPIED = WAVE / STEP;                    // rows of w that a wave copies at a time
   static constexpr int SWIZZLES = 8 > COPIED ? 8 / COPIED : 1;  // such times until the swizzle comes round
 
   float total[TILES][X_TILES][4];
@@ -103,9 +108,9 @@ struct MmaTile {
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
 
-  // A wave's scales, then zero points: rows of an odd number of words, so that eight rows lie in different banks.
+  // A wave's scales, then zero points. Rows of scales are an odd number of words: eight of them lie in different banks.
   static NYBBLE_METHOD int scale_row_bytes(int steps) { return ((steps * GROUPS * SCALE_BYTES + 4) / 4 | 1) * 4; }
-  static NYBBLE_METHOD int zero_row_bytes(int steps) { return ZEROS ? (steps * GROUPS | 1) * 4 : 0; }
+  static NYBBLE_METHOD int zero_row_bytes(int steps) { return ZEROS ? (steps * GROUPS * 4 + 7) / 8 * 8 : 0; }
   static NYBBLE_METHOD int side_bytes(int steps) {
     return (ROWS * scale_row_bytes(steps) + EIGHTS * zero_row_bytes(steps) + 15) / 16 * 16;
   }
@@ -120,7 +125,8 @@ struct MmaTile {
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;
     u8* const scales = shared + SHARED_BYTES + wave * side_bytes(most_steps);
-    u8* const zeros = scales + ROWS * scale_row_bytes(most_steps);
+    const int scale_row = scale_row_bytes(most_steps), zero_row = zero_row_bytes(most_steps);
+    u8* const zeros = scales + ROWS * scale_row;
     const u32 ring_address = shared_address(ring);
 
     let_next_launch_start();
@@ -147,17 +153,21 @@ struct MmaTile {
                   present ? w_row[i] + step * (STEP * GRANULE_BYTES) : p.w, present, policy);
       }
     };
-    // x: chunks of 8 k, one a lane.
+    // x: chunks of 8 k, one a lane, as many rows at a time as a wave has lanes for. Rows that the call has not are the last.
+    constexpr int CHUNKS = STEP * 4, X_COPIED = WAVE / CHUNKS, X_COPIES = (M + X_COPIED - 1) / X_COPIED;
+    const int copied_chunk = lane % CHUNKS, copied_m = lane / CHUNKS;
+    const u8* const x_base = p.x + u64(slice.first) * X_ROW_BYTES + copied_chunk * 16;
+    u32 x_row[X_COPIES];
+    NYBBLE_UNROLL
+    for (int i = 0; i < X_COPIES; i++) x_row[i] = smaller(i * X_COPIED + copied_m, p.m - 1) * u32(p.x_stride);
     const auto fetch_x = [&](int step) {
-      constexpr int CHUNKS = STEP * 4;
+      const bool present = (slice.first + step) * (STEP * GRANULE) + copied_chunk * 8 < p.k;
+      const u8* const from = present ? x_base + step * X_ROW_BYTES : p.x;
       const u32 to = ring_address + step % STAGES * STAGE_BYTES + W_BYTES;
       NYBBLE_UNROLL
-      for (int i = 0; i < M * CHUNKS; i += WAVE) {
-        const int m = (i + lane) / CHUNKS, chunk = (i + lane) % CHUNKS;
-        if (M * CHUNKS % WAVE && i + lane >= M * CHUNKS) break;
-        const int k = (slice.first + step) * (STEP * GRANULE) + chunk * 8;
-        const bool present = k < p.k && m < p.m;
-        copy(to + x_place(m, chunk), present ? p.x + u64(m) * u32(p.x_stride) + u32(k) * 2 : p.x, present);
+      for (int i = 0; i < X_COPIES; i++) {
+        const int m = i * X_COPIED + copied_m;
+        if (M % X_COPIED == 0 || m < M) copy(to + x_place(m, copied_chunk), from + x_row[i], present);
       }
     };
 
@@ -165,32 +175,24 @@ struct MmaTile {
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < steps) fetch_w(step);
     }
-    // Scales of the slice: whole words, so a row may begin in the middle of its first one.
+    // Scales and zero points of the whole slice. Scales come in whole words, so a row may begin in the middle of its first.
     const int first_group = slice.first * GROUPS;
-    const int groups = smaller(steps * GROUPS, (p.granules() * GRANULE) / GROUP - first_group);
+    const int groups = smaller(steps * GROUPS, granules / PER_GROUP - first_group);
+    u32 scale_at[EIGHTS];  // bytes to this lane's first scale of rows g, g + 8, ...
     NYBBLE_UNROLL
     for (int e = 0; e < EIGHTS; e++) {
-      const int n = smaller(row0 + 8 * e + g, p.n - 1);
-      const u64 from = u64(p.scales) + u64(n) * u32(p.s_stride) + first_group * SCALE_BYTES;
+      const int row = 8 * e + g;
+      const u64 from = u64(p.scales) + u64(smaller(row0 + row, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
+      scale_at[e] = row * scale_row + u32(from % 4);
+      const u32 to = shared_address(scales) + row * scale_row;
       const int bytes = int(from % 4) + groups * SCALE_BYTES;
-      const u32 to = shared_address(scales) + (8 * e + g) * scale_row_bytes(most_steps);
       for (int b = 4 * t; b < bytes; b += 16) copy_word(to + b, reinterpret_cast<const u8*>(from / 4 * 4) + b);
     }
-    if constexpr (ZEROS) {
-      NYBBLE_UNROLL
-      for (int e = 0; e < EIGHTS; e++) {
-        const int n = smaller(row0 + 8 * e, p.n - 1);
-        const u8* from = p.zeros + u64(n / 8) * u32(p.z_stride) + first_group * 4;
-        const u32 to = shared_address(zeros) + e * zero_row_bytes(most_steps);
-        for (int b = 4 * lane; b < groups * 4; b += 4 * WAVE) copy_word(to + b, from + b);
-      }
-    }
-    u32 scale_at[EIGHTS];  // where this lane's first scale is
     NYBBLE_UNROLL
-    for (int e = 0; e < EIGHTS; e++) {
-      const int n = smaller(row0 + 8 * e + g, p.n - 1);
-      const u64 from = u64(p.scales) + u64(n) * u32(p.s_stride) + first_group * SCALE_BYTES;
-      scale_at[e] = (8 * e + g) * scale_row_bytes(most_steps) + u32(from % 4);
+    for (int e = 0; ZEROS && e < EIGHTS; e++) {
+      const u8* from = p.zeros + u64(smaller(row0 + 8 * e, p.n - 1) / 8) * u32(p.z_stride) + first_group * 4;
+      const u32 to = shared_address(zeros) + e * zero_row;
+      for (int b = 4 * lane; b < groups * 4; b += 4 * WAVE) copy_word(to + b, from + b);
     }
 
     wait_for_last_launch();
@@ -198,6 +200,17 @@ struct MmaTile {
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < steps) fetch_x(step);
       end_copies();
+    }
+    if (groups < steps * GROUPS) {
+      // The last step ends past K: there x is 0, and the scale has to be a number too.
+      wait_for_copies<STAGES - 2>();
+      __syncwarp();
+      NYBBLE_UNROLL
+      for (int e = 0; e < EIGHTS; e++) {
+        for (int group = groups + t; group < steps * GROUPS; group += 4) {
+          *reinterpret_cast<typename Scale::Bits*>(scales + scale_at[e] + group * SCALE_BYTES) = 0;
+        }
+      }
     }
 
     // ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1.
@@ -208,8 +221,8 @@ struct MmaTile {
       const u8* stage = ring + step % STAGES * STAGE_BYTES;
       const u32 w_stage = ring_address + step % STAGES * STAGE_BYTES;
 
-      float sum[TILES][X_TILES][4];
-      NYBBLE_UNROLL
+      float sum[TILES][X_TILES][4], x_sum[X_TILES][4];
+#pragma unroll(PER_GROUP > 2 ? STEP / 2 : 1)
       for (int j = 0; j < STEP; j += 2) {
         Quad x[2][X_TILES];
         NYBBLE_UNROLL
@@ -217,36 +230,53 @@ struct MmaTile {
           const int m = (i / 2 * 8 + g) % M, chunk = 4 * (j + i % 2) + t;
           x[i % 2][i / 2] = *reinterpret_cast<const Quad*>(stage + W_BYTES + x_place(m, chunk));
         }
+        float group_x_sum[2][X_TILES][4];  // as far as granule j + i of its group
+        NYBBLE_UNROLL
+        for (int c = 0; RAW && c < 2 * X_TILES; c++) {
+          const int i = c / X_TILES, tile = c % X_TILES;
+          float (&s)[4] = x_sum[tile];
+          if ((j + i) % PER_GROUP == 0) s[0] = s[1] = s[2] = s[3] = 0;
+          add(s, ONES, ONES, x[i][tile]);
+          NYBBLE_UNROLL
+          for (int v = 0; v < 4; v++) group_x_sum[i][tile][v] = s[v];
+        }
+
         NYBBLE_UNROLL
         for (int tile = 0; tile < TILES; tile++) {
-          const int granule = j + matrix_granule;
-          const Quad w = load_matrices(w_stage + w_place(16 * tile + matrix_row, granule));
+          const Quad w = load_matrices(w_stage + w_place(16 * tile + matrix_row, j + matrix_granule));
+          u32 zero[2][2];  // [rows low, high][granule j, j + 1]
+          NYBBLE_UNROLL
+          for (int h = 0; h < 2; h++) load_zeros(zero[h], zeros + (2 * tile + h) * zero_row, step, j, g);
           NYBBLE_UNROLL
           for (int i = 0; i < 2; i++) {
-            constexpr int PER_GROUP = GROUP / GRANULE;
             const int group = (j + i) / PER_GROUP;
             if ((j + i) % PER_GROUP == 0) {
               NYBBLE_UNROLL
               for (int c = 0; c < X_TILES * 4; c++) sum[tile][c / 4][c % 4] = 0;
             }
             Pair low[4], high[4];
-            exact_pairs<Type>(w.word[2 * i], zero(zeros, most_steps, 2 * tile, step * GROUPS + group, g), low, low_nibbles);
-            exact_pairs<Type>(w.word[2 * i + 1], zero(zeros, most_steps, 2 * tile + 1, step * GROUPS + group, g), high,
-                             low_nibbles);
-            NYBBLE_UNROLL
-            for (int c = 0; c < X_TILES; c++) {
-              multiply(Type{}, sum[tile][c], low[0], high[0], low[1], high[1], x[i][c].word[0], x[i][c].word[1]);
-              multiply(Type{}, sum[tile][c], low[2], high[2], low[3], high[3], x[i][c].word[2], x[i][c].word[3]);
+            if constexpr (!RAW) {
+              exact_pairs<Type>(w.word[2 * i], doubled_zero(zero[0][i]), low, low_nibbles);
+              exact_pairs<Type>(w.word[2 * i + 1], doubled_zero(zero[1][i]), high, low_nibbles);
+            } else {
+              raw_pairs<Type>(w.word[2 * i], low, low_nibbles);
+              raw_pairs<Type>(w.word[2 * i + 1], high, low_nibbles);
             }
-            const bool in_k = GROUPS == 1 || step * GROUPS + group < groups;  // past it lie no scales
-            if ((j + i) % PER_GROUP == PER_GROUP - 1 && in_k) {
-              const float low_scale = scale(scales, scale_at[2 * tile], step * GROUPS + group);
-              const float high_scale = scale(scales, scale_at[2 * tile + 1], step * GROUPS + group);
+            NYBBLE_UNROLL
+            for (int c = 0; c < X_TILES; c++) add(sum[tile][c], low, high, x[i][c]);
+
+            if ((j + i) % PER_GROUP != PER_GROUP - 1) continue;
+            NYBBLE_UNROLL
+            for (int h = 0; h < 2; h++) {
+              const float s = scale(scales, scale_at[2 * tile + h], step * GROUPS + group);
+              const float excess = as_float((zero[h][i] & 0x000F0000) | 0x43000000);  // 128 + z, with RAW
               NYBBLE_UNROLL
-              for (int c = 0; c < X_TILES; c++) {
+              for (int v = 2 * h; v < 2 * h + (M == 1 ? 1 : 2); v++) {  // of one row of x, only column 0
                 NYBBLE_UNROLL
-                for (int v = 0; v < 4; v++) {
-                  total[tile][c][v] = fmaf(v < 2 ? low_scale : high_scale, sum[tile][c][v], total[tile][c][v]);
+                for (int c = 0; c < X_TILES; c++) {
+                  float value = sum[tile][c][v];
+                  if constexpr (RAW) value = fmaf(-excess, group_x_sum[i][c][v], value);
+                  total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
             }
@@ -263,10 +293,34 @@ struct MmaTile {
     wait_for_copies<0>();
   }
 
-  static NYBBLE_METHOD PackedZero zero(const u8* zeros, int most_steps, int eight, int group, int row) {
+  // As packed_zero, of bits 16-19. The same number of fp16 in sixteenths: 64 + z = 1024 + z - 960.
+  static NYBBLE_METHOD PackedZero doubled_zero(u32 zero) {
     if constexpr (!ZEROS) return packed_zero<Type>(SYMMETRIC_ZERO);
-    const u32 word = *reinterpret_cast<const u32*>(zeros + eight * zero_row_bytes(most_steps) + group * 4);
-    return packed_zero<Type>(zero_of(word, row));
+    const u32 one = (zero & 0x000F0000) | (Type::MAGIC & 0xFFFF0000);
+    const Pair both = __byte_perm(one, 0, 0x3232);
+    if constexpr (Type::FINE) return {both, Type::subtract(both, 0x63806380)};
+    return {both, 0};
+  }
+
+  // Sum over a granule: low, high are the pairs of rows g and g + 8.
+  static NYBBLE_METHOD void add(float (&sum)[4], const Pair (&low)[4], const Pair (&high)[4], const Quad& x) {
+    multiply(Type{}, sum, low[0], high[0], low[1], high[1], x.word[0], x.word[1]);
+    multiply(Type{}, sum, low[2], high[2], low[3], high[3], x.word[2], x.word[3]);
+  }
+  static constexpr Pair ONES[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
+
+  // Zero points of this lane's row for granules j and j + 1 of a step: in bits 16-19, other rows' around them.
+  static NYBBLE_METHOD void load_zeros(u32 (&zero)[2], const u8* row, int step, int j, int g) {
+    zero[0] = zero[1] = SYMMETRIC_ZERO << 16;
+    if constexpr (ZEROS) {
+      const u8* at = row + (step * GROUPS + j / PER_GROUP) * 4;
+      if constexpr (PER_GROUP == 1) {
+        const u64 words = *reinterpret_cast<const u64*>(at);
+        zero[0] = rotate_left(u32(words), 16 - 4 * g), zero[1] = rotate_left(u32(words >> 32), 16 - 4 * g);
+      } else {
+        zero[0] = zero[1] = rotate_left(*reinterpret_cast<const u32*>(at), 16 - 4 * g);
+      }
+    }
   }
 
   static NYBBLE_METHOD float scale(const u8* scales, u32 at, int group) {

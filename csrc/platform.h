@@ -13,17 +13,18 @@
 #if NYBBLE_AMD
 #define NYBBLE_DEV static inline __attribute__((device)) __attribute__((always_inline))
 #define NYBBLE_METHOD inline __attribute__((device)) __attribute__((always_inline))
-#define NYBBLE_KERNEL(threads, blocks) \
+#define NYBBLE_KERNEL(threads) \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
-// fixed: bytes the kernel itself needs; varying: what its engine needs, given at launch on CUDA.
-#define NYBBLE_SHARED(name, fixed, varying) \
-  static_assert(varying == 0);              \
-  __attribute__((shared)) static u8 name[fixed] __attribute__((aligned(16)))
+#define NYBBLE_SHARED(name) extern __attribute__((shared)) u8 name[] __attribute__((aligned(16)))
 #else
 #define NYBBLE_DEV static __device__ __forceinline__
 #define NYBBLE_METHOD __device__ __forceinline__
-#define NYBBLE_KERNEL(threads, blocks) extern "C" __global__ __launch_bounds__(threads, blocks)
-#define NYBBLE_SHARED(name, fixed, varying) extern __shared__ __align__(128) u8 name[]
+#ifdef NYBBLE_MIN_BLOCKS
+#define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads, NYBBLE_MIN_BLOCKS)
+#else
+#define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads)
+#endif
+#define NYBBLE_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif
 #define NYBBLE_UNROLL _Pragma("unroll")
 
@@ -92,6 +93,13 @@ NYBBLE_DEV const u8* scalar_base(const u8* p) {
   return reinterpret_cast<const u8*>(address);
 }
 
+// The same, worked out anew each time it is passed: there are not scalar registers for all the rows of a step.
+NYBBLE_DEV const u8* scalar_base_here(const u8* p) {
+  u64 address = reinterpret_cast<u64>(p);
+  asm volatile("" : "+s"(address));
+  return reinterpret_cast<const u8*>(address);
+}
+
 NYBBLE_DEV Quad load_quad(const u8* base, u32 offset) {
   return __builtin_bit_cast(Quad, *device<u32x4>(base + offset));
 }
@@ -141,6 +149,7 @@ NYBBLE_DEV T load(const u8* base, u32 offset) {
   return *reinterpret_cast<const T*>(base + offset);
 }
 NYBBLE_DEV const u8* scalar_base(const u8* p) { return p; }
+NYBBLE_DEV const u8* scalar_base_here(const u8* p) { return p; }
 NYBBLE_DEV void side_by_side(Pair (&)[4]) {}
 NYBBLE_DEV void issue_first() {}
 
@@ -157,6 +166,23 @@ typedef _Float16 f16x2 __attribute__((ext_vector_type(2)));
 typedef short s16x2 __attribute__((ext_vector_type(2)));
 #endif
 
+NYBBLE_DEV float as_float(u32 bits) {
+#if NYBBLE_AMD
+  return __builtin_bit_cast(float, bits);
+#else
+  return __uint_as_float(bits);
+#endif
+}
+
+// A 0 that the compiler takes for any number.
+NYBBLE_DEV u32 register_of_zero() {
+  u32 zero = 0;
+#if NYBBLE_AMD
+  asm("" : "+v"(zero));
+#endif
+  return zero;
+}
+
 // fp16: 1024 + q is the bit pattern 0x6400 | q, and 1024 + 16 q is 0x6400 | q << 4: two nibbles need no shift.
 struct Half {
   using Bits = u16;
@@ -164,6 +190,11 @@ struct Half {
   static constexpr u32 MAGIC = 0x64006400;
   static constexpr float BIAS = 1024.0f;
   static constexpr Pair ONES = 0x3C003C00;
+
+  // A scale on its way from memory: what `fetched` makes a float of. `last` is what the same variable held before, at
+  // first register_of_zero().
+  static NYBBLE_METHOD u32 fetch(u32 last, const u8* base, u32 offset) { return load<u16>(base, offset); }
+  static NYBBLE_METHOD float fetched(u32 bits) { return wide(u16(bits)); }
 
 #if NYBBLE_AMD
   static NYBBLE_METHOD float wide(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
@@ -216,14 +247,26 @@ struct BFloat {
   static constexpr float BIAS = 128.0f;
   static constexpr Pair ONES = 0x3F803F80;
 
+  // Into the upper half, where it is a float already; the lower half stays 0. One shift less for every row.
+  static NYBBLE_METHOD u32 fetch(u32 last, const u8* base, u32 offset) {
 #if NYBBLE_AMD
-  static NYBBLE_METHOD float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
+    s16x2 halves = __builtin_bit_cast(s16x2, last);
+    halves[1] = load<short>(base, offset);
+    return __builtin_bit_cast(u32, halves);
+#else
+    return u32(load<u16>(base, offset)) << 16;
+#endif
+  }
+  static NYBBLE_METHOD float fetched(u32 bits) { return as_float(bits); }
+
+#if NYBBLE_AMD
+  static NYBBLE_METHOD float wide(u16 bits) { return as_float(u32(bits) << 16); }
   static NYBBLE_METHOD u16 narrow(float value) { return __builtin_bit_cast(u16, (__bf16)value); }
   static NYBBLE_METHOD float dot(Pair a, Pair b, float c) {
     return __builtin_amdgcn_fdot2_f32_bf16(__builtin_bit_cast(s16x2, a), __builtin_bit_cast(s16x2, b), c, false);
   }
 #else
-  static NYBBLE_METHOD float wide(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+  static NYBBLE_METHOD float wide(u16 bits) { return as_float(u32(bits) << 16); }
   static NYBBLE_METHOD u16 narrow(float value) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
@@ -244,6 +287,8 @@ struct BFloat {
 struct Float {  // of scales alone
   using Bits = float;
   static NYBBLE_METHOD float wide(float value) { return value; }
+  static NYBBLE_METHOD u32 fetch(u32 last, const u8* base, u32 offset) { return load<u32>(base, offset); }
+  static NYBBLE_METHOD float fetched(u32 bits) { return as_float(bits); }
 };
 
 #if NYBBLE_AMD

@@ -21,7 +21,7 @@ using Engine =
 
 }  // namespace nybble
 
-NYBBLE_KERNEL(NYBBLE_WAVES * 32, 1)
+NYBBLE_KERNEL(NYBBLE_WAVES * 32)
 void nybble_skinny_w4a16(const void* x, const void* w, const void* scales, const void* zeros, const void* bias, void* y,
                          void* partial, void* counters, int m, int n, int k, int x_stride, int w_stride, int s_stride,
                          int z_stride, int splits) {
@@ -38,10 +38,8 @@ void nybble_skinny_w4a16(const void* x, const void* w, const void* scales, const
   p.m = m, p.n = n, p.k = k, p.splits = splits;
   p.x_stride = x_stride, p.w_stride = w_stride, p.s_stride = s_stride, p.z_stride = z_stride;
 
-  constexpr int SUMS = NYBBLE_WAVES * NYBBLE_M * NYBBLE_ROWS;
-  NYBBLE_SHARED(shared, SUMS * 4 + 16, Engine::SHARED_BYTES);
+  NYBBLE_SHARED(shared);  // its size: Plan.shared_bytes in kernels/linear/skinny.py
   float* sums = reinterpret_cast<float*>(shared);
-  u32* last_to_come = reinterpret_cast<u32*>(shared + SUMS * 4);
 
   Engine engine;
   const int wave = wave_index();
@@ -49,5 +47,5 @@ void nybble_skinny_w4a16(const void* x, const void* w, const void* scales, const
   if (Engine::SHARED_BYTES) block_barrier();  // the sums take the place of what the engine kept there
   engine.deposit(sums + wave * NYBBLE_M * NYBBLE_ROWS);
   block_barrier();
-  reduce_and_store<NYBBLE_TYPE, NYBBLE_M, NYBBLE_ROWS, NYBBLE_WAVES, NYBBLE_GATE>(p, sums, last_to_come);
+  reduce_and_store<NYBBLE_TYPE, NYBBLE_M, NYBBLE_ROWS, NYBBLE_WAVES, NYBBLE_GATE>(p, sums);
 }

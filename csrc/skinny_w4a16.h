@@ -38,14 +38,14 @@ constexpr int GRANULE_BYTES = 16;  // of w
 constexpr int SYMMETRIC_ZERO = 8;
 
 struct Problem {
-  const u8* x;         // [m, k] activations, 2 bytes each, rows x_stride bytes apart
-  const u8* w;         // [n, k/2] bytes, rows w_stride bytes apart
-  const u8* scales;    // [n, k/G], rows s_stride bytes apart
-  const u8* zeros;     // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
-  const u16* bias;     // [n] or null
-  u16* y;              // [m, n], or [m, n/2] with a gate
-  float* partial;      // [splits, m, n] where splits > 1
-  u32* counters;       // [blocks of rows], 0 between calls
+  const u8* x;       // [m, k] activations, 2 bytes each, rows x_stride bytes apart
+  const u8* w;       // [n, k/2] bytes, rows w_stride bytes apart
+  const u8* scales;  // [n, k/G], rows s_stride bytes apart
+  const u8* zeros;   // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
+  const u16* bias;   // [n] or null
+  u16* y;            // [m, n], or [m, n/2] with a gate
+  float* partial;    // [splits, m, n] where splits > 1
+  u32* counters;     // [blocks of rows], 0 between calls
   int m, n, k;
   int x_stride, w_stride, s_stride, z_stride;
   int splits;
@@ -142,7 +142,7 @@ NYBBLE_DEV void store(const Problem& p, int m, int n, float value, float up) {
 
 // sums [WAVES, M, ROWS] -> y, or this split's part of `partial`; the last split to come adds all of them, in order.
 template <class Type, int M, int ROWS, int WAVES, int GATE>
-NYBBLE_DEV void reduce_and_store(const Problem& p, const float* sums, u32* last_to_come) {
+NYBBLE_DEV void reduce_and_store(const Problem& p, float* sums) {
   constexpr int THREADS = WAVES * WAVE, TOGETHER = GATE == NO_GATE ? 1 : 2;
   const int row0 = block_x() * ROWS;
   for (int i = thread_index() * TOGETHER; i < M * ROWS; i += THREADS * TOGETHER) {
@@ -165,9 +165,10 @@ NYBBLE_DEV void reduce_and_store(const Problem& p, const float* sums, u32* last_
 
   device_fence();
   block_barrier();
-  if (thread_index() == 0) *last_to_come = count_up(p.counters + block_x()) == u32(p.splits - 1);
+  if (thread_index() == 0) sums[0] = count_up(p.counters + block_x()) == u32(p.splits - 1);
   block_barrier();
-  if (!*last_to_come) return;
+  const bool last_to_come = sums[0] != 0;
+  if (!last_to_come) return;
   device_fence();
   for (int i = thread_index() * TOGETHER; i < M * ROWS; i += THREADS * TOGETHER) {
     const int m = i / ROWS, n = row0 + i % ROWS;

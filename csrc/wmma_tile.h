@@ -145,8 +145,7 @@ struct WmmaTile {
       if (g % PER_GROUP != PER_GROUP - 1) continue;
       NYBBLE_UNROLL
       for (int t = 0; t < TILES; t++) {
-        const float scale =
-            Scale::wide(load<typename Scale::Bits>(scale_base + group * SCALE_BYTES, lane.scale[t]));
+        const float scale = Scale::wide(load<typename Scale::Bits>(scale_base + group * SCALE_BYTES, lane.scale[t]));
         // Raw numbers went in where the type has no cheap subtraction: take (BIAS + z) sum x off.
         if constexpr (!Type::FINE) sum[t] -= (Type::BIAS + float(zero[t])) * x_sum;
         total[t] += scale * sum[t];

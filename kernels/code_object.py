@@ -126,14 +126,15 @@ class Kernel:
 class Resources:
     """What one kernel takes: registers of a lane (VGPRs) and of a wave (SGPRs), LDS of a workgroup, scratch of a lane.
 
-    spills: registers that did not fit and went to scratch or to other registers; lds_bytes without dynamic shared memory.
+    vgpr_spills went to scratch, sgpr_spills to lanes of VGPRs; lds_bytes without dynamic shared memory.
     """
 
     vgprs: int
     sgprs: int
     lds_bytes: int
     scratch_bytes: int
-    spills: int
+    vgpr_spills: int
+    sgpr_spills: int
 
 
 class CodeObject:
@@ -192,7 +193,8 @@ class CodeObject:
             sgprs=meta[".sgpr_count"],
             lds_bytes=meta[".group_segment_fixed_size"],
             scratch_bytes=meta[".private_segment_fixed_size"],
-            spills=meta.get(".vgpr_spill_count", 0) + meta.get(".sgpr_spill_count", 0),
+            vgpr_spills=meta.get(".vgpr_spill_count", 0),
+            sgpr_spills=meta.get(".sgpr_spill_count", 0),
         )
 
     def _string(self, at: int) -> str:

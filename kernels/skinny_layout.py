@@ -8,7 +8,8 @@ int32 [N, K/8]. Rows may be padded: readers take the row stride from the tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +31,7 @@ class SkinnyWeight:
     qweight  int8 [N, K/2], unit column stride, row stride a multiple of 4 bytes
     scales   [N, K/G] float16, bfloat16 or float32
     zeros    int32 [N/8, K/G], row n's zero point in word n // 8 at bits 4 * (n % 8), or None when symmetric (z = 8)
+    calls    what a kernel has prepared for calls with this weight, by the kernel's own keys
     """
 
     qweight: torch.Tensor
@@ -38,6 +40,9 @@ class SkinnyWeight:
     group_size: int
     n: int
     k: int
+    calls: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def words(self) -> torch.Tensor:

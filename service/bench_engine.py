@@ -208,10 +208,10 @@ def step_bytes(engine: Engine, batch: int, context: int) -> int:
     """Bytes that one decode step has to read: every layer, the head once, the keys and values of each sequence."""
     model = engine.runner.model
     head = model.head
-    shares = (
-        isinstance(head, (DenseLinear, RescoredHead)) and head.weight.data_ptr() == model.embedding.data_ptr()
-    )
-    total = model.nbytes - model.embedding.nbytes - (head.nbytes - (head.weight.nbytes if shares else 0))
+    shared = 0
+    if isinstance(head, (DenseLinear, RescoredHead)) and head.weight.data_ptr() == model.embedding.data_ptr():
+        shared = head.weight.nbytes
+    total = model.nbytes - model.embedding.nbytes - (head.nbytes - shared)
     if not isinstance(head, RescoredHead):
         total += head.nbytes
     elif head.is_exact(batch):

@@ -137,7 +137,9 @@ def find_model(model: str) -> str:
 def resolve(model: str) -> None:
     """Print the folder of MODEL, after fetching or converting it if need be."""
     from nybble.service.checkpoints import resolve as find
+    from nybble.service.logs import LogConfig, configure_logging
 
+    configure_logging(LogConfig())
     tidy_on_sigterm()
     print(find(model))
 
@@ -159,7 +161,9 @@ def quantize(
     """Turn 16-bit or GGUF weights into a W4A16 folder (compressed-tensors)."""
     from nybble.service.checkpoints.quantize import QuantizeOptions
     from nybble.service.checkpoints.quantize import quantize as run
+    from nybble.service.logs import LogConfig, configure_logging
 
+    configure_logging(LogConfig())
     tidy_on_sigterm()
     run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))
 
@@ -199,6 +203,47 @@ def warm(
             warm_chip(chip, wanted, output or kernel_cache_folder())
     except ConfigError as error:
         raise UsageError(error.message) from None
+
+
+@bench.command()
+def gemm(
+    layers: Annotated[
+        str, typer.Option(help="Layers of an 8B model, comma-separated: gate_up, down, qkv, o.")
+    ] = "o",
+    rows: Annotated[str, typer.Option(help="Numbers of rows M, comma-separated.")] = "1,2,4,8,16,64",
+    dtype: Annotated[Literal["bfloat16", "float16"], typer.Option(help="Type of activations.")] = "bfloat16",
+    group_size: Annotated[
+        Literal["32", "64", "128"], typer.Option(help="Input channels that share one scale.")
+    ] = "128",
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")
+    ] = True,
+    paths: Annotated[
+        str, typer.Option(help="Only paths whose names contain one of these, comma-separated.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
+) -> None:
+    """Time every path of the int4 linear layer, and others' kernels that are installed, on the GPU or else the CPU.
+
+    Exit code 1 when one fails or computes wrong numbers.
+    """
+    import torch
+
+    from nybble.service.bench import GemmBench, bench_gemm, layers_of, rows_of
+
+    try:
+        wanted = GemmBench(
+            layers=layers_of(layers),
+            ms=rows_of(rows),
+            dtype=getattr(torch, dtype),
+            group_size=int(group_size),
+            symmetric=symmetric,
+            paths=tuple(filter(None, paths.split(","))),
+        )
+    except ConfigError as error:
+        raise UsageError(error.message) from None
+    if not bench_gemm(wanted, output):
+        raise typer.Exit(EXIT_RUNTIME)
 
 
 def _options_of_bench(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:

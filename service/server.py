@@ -201,7 +201,11 @@ class LoadingProgress:
     def _line(loading: Loading, elapsed_s: float) -> str:
         if not loading.total_bytes:
             return f"loading: {loading.stage}"
-        rate = f", {loading.done_bytes / elapsed_s / 1e6:.0f} MB/s" if elapsed_s > 0 else ""
+        rate = ""
+        if elapsed_s > 0 and loading.done_bytes:
+            bytes_per_s = loading.done_bytes / elapsed_s
+            left_s = (loading.total_bytes - loading.done_bytes) / bytes_per_s
+            rate = f", {bytes_per_s / 1e6:.0f} MB/s, {left_s:.0f} s left"
         return f"loading {loading.stage}: {loading.done_bytes / 1e6:.0f} of {loading.total_bytes / 1e6:.0f} MB{rate}"
 
     def _show_bar(self, loading: Loading) -> None:

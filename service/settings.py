@@ -54,7 +54,7 @@ class Settings(BaseSettings):
     )
 
     # what is served
-    model: str = Field(min_length=1, description="A model folder, a hub id, or `demo`.")
+    model: str = Field(min_length=1, description="A model folder, a GGUF file, a hub id, or `demo`.")
     served_model_name: str = Field(
         "", description="Name of the model in the API; empty: the last part of MODEL."
     )

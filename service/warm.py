@@ -12,6 +12,7 @@ from nybble.kernels.native import CompileError, LibraryNotFound
 from nybble.kernels.native.offline import Warmed, family_programs, offline_target, warm
 from nybble.service.errors import ConfigError, NybbleError
 
+# spills: VGPRs to scratch + SGPRs to lanes of VGPRs
 _HEAD = f"{'VGPRs':>5} {'SGPRs':>5} {'LDS':>6} {'scratch':>7} {'spills':>6} {'bytes':>7} {'s':>6}  program"
 
 
@@ -52,8 +53,10 @@ def warm_chip(arch: str, wanted: Wanted, folder: Path) -> None:
 
 
 def _line(warmed: Warmed) -> str:
-    r = warmed.resources
-    numbers = ("-",) * 5 if r is None else (r.vgprs, r.sgprs, r.lds_bytes, r.scratch_bytes, r.spills)
-    vgprs, sgprs, lds, scratch, spills = numbers
+    vgprs = sgprs = lds = scratch = spills = "-"
+    if warmed.resources is not None:
+        r = warmed.resources
+        vgprs, sgprs, lds, scratch = map(str, (r.vgprs, r.sgprs, r.lds_bytes, r.scratch_bytes))
+        spills = f"{r.vgpr_spills}+{r.sgpr_spills}"
     took = f"{warmed.seconds:.2f}" if warmed.seconds else "there"
     return f"{vgprs:>5} {sgprs:>5} {lds:>6} {scratch:>7} {spills:>6} {warmed.nbytes:>7} {took:>6}  {warmed.program}"

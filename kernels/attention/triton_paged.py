@@ -288,8 +288,10 @@ def tile_for(target: Target, group: int, head_dim: int, few_rows: bool, max_q: i
     tiles, for one row and for more, so that no row count needs a compilation of its own."""
     wide = head_dim > 128
     if target.kind == "rocm":
-        # Operands live in registers: 64 rows of 128 elements with 32 keys take 236 of RDNA3's 256, two loops would spill.
-        block_n, stages, most, peel = (16 if wide else 32), 1, (16 if wide else 64), False
+        # Operands live in registers: 64 rows of 128 elements with 32 keys take 242 of RDNA3's 256. Two loops would spill,
+        # and so would the addresses that split keys need (Triton 3.6).
+        rows = 16 if wide else 32 if few_rows and head_dim > 64 else 64
+        block_n, stages, most, peel = (16 if wide else 32), 1, rows, False
     elif target.lds_bytes >= 160 << 10:
         block_n, stages, most, peel = (32 if wide else 64), 3, (64 if wide else 128), True
     else:

@@ -77,11 +77,9 @@ class Hybrid(LinearKernel):
         self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str
     ) -> torch.Tensor:
         if path == "skinny":
-            from nybble.kernels.linear.skinny import skinny_gemm
+            from nybble.kernels.linear import skinny
 
-            return skinny_gemm(
-                x, state.words, state.scales, state.zeros, bias, state.group_size, dependent=True
-            )
+            return skinny.apply(state, x, bias)
         from nybble.kernels.linear.triton_skinny import skinny_gemm as triton_gemm
 
         y: torch.Tensor = triton_gemm(x, state.words, state.scales, state.zeros, bias, state.group_size)
@@ -102,18 +100,9 @@ class Hybrid(LinearKernel):
         self, state: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, path: str, activation: str
     ) -> torch.Tensor | None:
         if path == "skinny":
-            from nybble.kernels.linear.skinny import skinny_gemm
+            from nybble.kernels.linear import skinny
 
-            return skinny_gemm(
-                x,
-                state.words,
-                state.scales,
-                state.zeros,
-                bias,
-                state.group_size,
-                dependent=True,
-                gate=activation,
-            )
+            return skinny.apply(state, x, bias, activation)
         from nybble.kernels.linear.triton_skinny import gates, skinny_gemm_gated
 
         if path != "triton" or not gates(x, state.words, state.zeros, state.group_size):

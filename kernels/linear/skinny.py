@@ -8,9 +8,10 @@ same weights finds its launch ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -28,6 +29,7 @@ _GRANULE = 32  # k; see csrc/skinny_w4a16.h
 _TYPE = {torch.float16: "Half", torch.bfloat16: "BFloat", torch.float32: "Float"}
 _GATE = {"silu": "SILU", "gelu_tanh": "GELU_TANH"}
 _ALIGNMENT_BYTES = 16
+_ROW_BYTES = 1 << 25  # most between two rows: offsets inside a block are 32 bits wide
 _READY_AT_MOST = 1 << 16  # launches kept ready
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -91,16 +93,17 @@ class Plan:
         )
 
     def shared_bytes(self, k: int, group_size: int, scale_bytes: int, zeros: bool) -> int:
-        """Dynamic shared memory of a block. As in csrc: the engine's own, or the sums of its waves in the same place."""
+        """Dynamic shared memory of a block, as csrc lays it out: the sums of its waves, in the place of the engine's own."""
+        sums = self.waves * self.m * self.rows * 4
         if self.engine != "MmaTile":
-            return 0  # static there
+            return sums
         ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
         steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
         groups = steps * (self.step * _GRANULE // group_size)
         scale_row = ((groups * scale_bytes + 4) // 4 | 1) * 4
-        zero_row = (groups | 1) * 4 if zeros else 0
+        zero_row = (groups * 4 + 7) // 8 * 8 if zeros else 0
         side = (self.rows * scale_row + self.rows // 8 * zero_row + 15) // 16 * 16
-        return max(self.waves * (ring + side), self.waves * self.m * self.rows * 4 + 16)
+        return max(self.waves * (ring + side), sums)
 
 
 def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
@@ -133,8 +136,14 @@ def _cuda_plan(
     if n >= 64 * units:
         # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
         # about as much as five rows.
-        rows = min((48, 64, 96), key=lambda r: -(-n // (r * units)) * (r + 5)) if few else 48
         waves = 4 if few else 2
+
+        def fits_twice(r: int) -> bool:
+            plan = Plan("MmaTile", bucket, r, waves, step=4, stages=3)
+            return 2 * plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
+
+        choice = [r for r in ((48, 64, 96) if few else (48,)) if fits_twice(r)] or [32]
+        rows = min(choice, key=lambda r: -(-n // (r * units)) * (r + 5))
     else:
         # About one block each: enough waves to keep the memory busy. x is read again for every block.
         fitting = (r for r in ((16, 32) if few else (16, 32, 48)) if n <= r * units)
@@ -163,25 +172,26 @@ def programs_for(
     dtype: torch.dtype,
     group_size: int,
     symmetric: bool,
-    scale_dtype: torch.dtype | None = None,
+    scale_dtypes: Sequence[torch.dtype] = (),
     shapes: Iterable[tuple[int, int]] = ((1 << 20, 4096), (1024, 4096)),
     gates: Iterable[str | None] = (None,),
 ) -> tuple[Program, ...]:
-    """Every program that layers of these (N, K) need for M up to 16, each once. scale_dtype: the activations' by default.
+    """Every program that layers of these (N, K) need for M up to 16, each once.
 
-    The default shapes stand for a large and a small layer. gates: activations applied in the same launch, None for none.
+    scale_dtypes: by default the activations' type and float16, which GPTQ and AWQ files keep whatever the model's type is.
+    The default shapes stand for a large and a small layer. A target whose number of compute units is not known (0) counts
+    as a small and as a large chip. gates: activations applied in the same launch, None for none.
     """
-    scale_dtype = dtype if scale_dtype is None else scale_dtype
     gates = tuple(gates)
-    plans = (
-        plan_for(target, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
-        for n, k in shapes
-        for m in range(1, MAX_M + 1)
-    )
-    each = [(plan, gate) for plan in plans for gate in gates]
-    return tuple(
-        dict.fromkeys(p.program(dtype, scale_dtype, group_size, not symmetric, gate) for p, gate in each)
-    )
+    known = target.compute_units > 0
+    chips = [target] if known else [replace(target, compute_units=units) for units in (1, 1 << 20)]
+    found: dict[Program, None] = {}
+    for chip, (n, k), scale_dtype in product(chips, shapes, scale_dtypes or {dtype, torch.float16}):
+        for m in range(1, MAX_M + 1):
+            plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
+            for gate in gates:
+                found[plan.program(dtype, scale_dtype, group_size, not symmetric, gate)] = None
+    return tuple(sorted(found, key=lambda program: program.defines))
 
 
 # ----------------------------------------------------------------------------------------------------------- launcher
@@ -220,6 +230,25 @@ def skinny_gemm(
         x, words, scales, zeros, bias, group_size, dependent, gate
     )
     return y
+
+
+def apply(
+    weight: SkinnyWeight, x: torch.Tensor, bias: torch.Tensor | None, gate: str | None = None
+) -> torch.Tensor:
+    """`skinny_gemm` as a layer calls it, dependent; outside of tracing without the detour through torch's dispatcher.
+
+    The weight's tensors stay where they are, so that a call is known by x's form, the bias and the gate alone.
+    """
+    w = weight
+    if type(x) is not torch.Tensor or not x.is_cuda or torch.compiler.is_compiling():
+        return skinny_gemm(x, w.words, w.scales, w.zeros, bias, w.group_size, True, gate)
+    aligned = x.data_ptr() % _ALIGNMENT_BYTES == 0
+    key = (x.shape, x.stride(0), x.dtype, aligned, gate, None if bias is None else bias.data_ptr())
+    ready = w.calls.get(key)
+    if ready is None:
+        ready = _prepare(x, w.words, w.scales, w.zeros, bias, w.group_size, True, gate)
+        w.calls[key] = ready
+    return ready(x)
 
 
 def _run(
@@ -279,8 +308,9 @@ def _prepare(
     n = words.shape[0]
     if m == 0 or n == 0:
         return lambda x: x.new_empty(m, _columns(n, gate))
-    if x.stride(0) * x.element_size() % _ALIGNMENT_BYTES and m > 1 or x.data_ptr() % _ALIGNMENT_BYTES:
-        # Rows that 16-byte loads cannot start at: rare, and a copy of a few rows is cheap.
+    row_bytes = x.stride(0) * x.element_size()
+    if m > 1 and (row_bytes % _ALIGNMENT_BYTES or row_bytes > _ROW_BYTES) or x.data_ptr() % _ALIGNMENT_BYTES:
+        # Rows that 16-byte loads cannot start at, or far apart: rare, and a copy of a few rows is cheap.
         inner = _prepare(
             x.clone(memory_format=torch.contiguous_format),
             words,
@@ -369,11 +399,11 @@ def check(
             f"words: given rows {stride} bytes apart from address {words.data_ptr():#x}, accepted multiples of "
             f"{_ALIGNMENT_BYTES} bytes"
         )
-    # The kernel's own numbers are 32 bits wide.
-    for name, t in {"x": x, "words": words, "scales": scales, "zeros": zeros}.items():
-        if t is not None and max(abs(t.stride(0)) * t.element_size(), *t.shape) >= 2**31:
+    for name, t in {"words": words, "scales": scales, "zeros": zeros}.items():
+        if t is not None and (t.stride(0) * t.element_size() > _ROW_BYTES or max(t.shape) >= 2**31):
             raise ValueError(
-                f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted below 2^31 bytes a row"
+                f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted rows at most {_ROW_BYTES} bytes "
+                "apart"
             )
 
 
@@ -395,7 +425,13 @@ def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate
     if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):
         return
     programs = programs_for(
-        target, dtype, weight.group_size, not zeros, weight.scales.dtype, [(weight.n, weight.k)], [gate]
+        target,
+        dtype,
+        weight.group_size,
+        not zeros,
+        [weight.scales.dtype],
+        [(weight.n, weight.k)],
+        [gate],
     )
     _COMPILING[key] = native.compile_all(programs, target)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,10 @@ class Warmed:
     resources: Resources | None
 
 
+# Shared memory that a block may ask for (CUDA programming guide, compute capabilities); 99 KiB elsewhere.
+_SHARED_BYTES = {"sm_80": 166912, "sm_87": 166912, "sm_90": 232448, "sm_100": 232448, "sm_103": 232448}
+
+
 def offline_target(arch: str) -> Target:
     """The Target of a chip that is not here: its name is known, its number of compute units is not (0).
 
@@ -44,7 +47,7 @@ def offline_target(arch: str) -> Target:
         rdna = arch.startswith(("gfx10", "gfx11", "gfx12"))
         return Target("rocm", arch, arch, 0, 65536, wave=32 if rdna else 64)
     if re.fullmatch(r"sm_\d{2,3}", arch):
-        return Target("cuda", arch, arch, 0, 49152)
+        return Target("cuda", arch, arch, 0, _SHARED_BYTES.get(arch, 101376))
     raise ValueError(f"arch: given {arch!r}, accepted an AMD chip (gfx1151) or an NVIDIA one (sm_90)")
 
 
@@ -93,12 +96,10 @@ def family_programs(
 ) -> tuple[Program, ...]:
     """All programs that models of these activation types, group sizes and kinds of zero points call for.
 
-    Raises ValueError where this build has no csrc kernel.
+    Raises ValueError for a chip that csrc's kernels are not for.
     """
-    try:
-        skinny = importlib.import_module("nybble.kernels.linear.skinny")
-    except ModuleNotFoundError:
-        raise ValueError("this build of nybble carries no csrc kernel: there is nothing to compile") from None
+    from nybble.kernels.linear import skinny  # which stands on this package
+
     found = [
         program
         for dtype in dtypes

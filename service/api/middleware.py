@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -23,6 +25,9 @@ QUIET_ROUTES = frozenset(("/metrics", "/livez", "/readyz", "/health"))
 # nginx's status for a client that left before its answer; it is counted, never sent.
 CLIENT_CLOSED = 499
 REQUEST_ID = "X-Request-Id"
+# How long, and how much of, a body that is too large is read after it has been refused.
+LINGER_S = 2.0
+LINGER_BYTES = 64 * 2**20
 # What may stand in a log line and a header as it came.
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -123,7 +128,7 @@ class BodyLimit:
             body = await self._read(scope, receive)
         except BodyTooLarge as error:
             self._on_reject(REJECTIONS[BodyTooLarge])
-            await respond_to(error)(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         if body is None:
             return
@@ -152,6 +157,31 @@ class BodyLimit:
                 raise self._too_large()
             more = message.get("more_body", False)
         return b"".join(pieces)
+
+    async def _refuse(self, error: BodyTooLarge, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, and reads on for a while before the connection ends: closing it on a client that is still sending
+        would reset it, and the answer with it."""
+
+        async def send_and_linger(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await self._discard(receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await respond_to(error)(scope, receive, send_and_linger)
+
+    @staticmethod
+    async def _discard(receive: Receive) -> None:
+        left = LINGER_BYTES
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(

@@ -5,40 +5,69 @@ To add a format: one new file with a `Format`, one row in FORMATS.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nybble.service.checkpoints.auto_round import auto_round
 from nybble.service.checkpoints.awq import Awq
-from nybble.service.checkpoints.base import Checkpoint, Format
+from nybble.service.checkpoints.base import Checkpoint, Format, refused
 from nybble.service.checkpoints.compressed_tensors import CompressedTensors
 from nybble.service.checkpoints.files import PICKLES
 from nybble.service.checkpoints.gptq import Gptq
 from nybble.service.errors import CheckpointError, well_formed
+from nybble.service.folders import cache_folder
 from nybble.service.json_files import read_json
+
+log = logging.getLogger(__name__)
 
 __all__ = ["FORMATS", "Checkpoint", "Format", "open_checkpoint", "resolve"]
 
-# quant_method of config.json -> the format that reads it
-FORMATS: dict[str, type[Format]] = {
+
+def _gptq(quantization: dict[str, Any], where: str) -> Format:
+    """GPTQModel writes AWQ's tensors too, and says so in the format alone."""
+    form = str(quantization.get("checkpoint_format") or quantization.get("format") or "").lower()
+    return Awq(quantization, where) if form in AWQ_FORMATS else Gptq(quantization, where)
+
+
+AWQ_FORMATS = ("gemm", "gemv", "gemv_fast", "llm-awq")
+
+# quant_method of config.json -> what makes the format that reads it
+FORMATS: dict[str, Callable[[dict[str, Any], str], Format]] = {
     "compressed-tensors": CompressedTensors,
-    "gptq": Gptq,
+    "gptq": _gptq,
     "awq": Awq,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
+}
+# Where quantisers put their settings when not into config.json, and whose they are when the file does not say.
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "",
 }
 
 DEMO = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+HUB_FILE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/(?P<file>[\w./-]+\.gguf)")
+GGUF_MAGIC = b"GGUF"
+# Raised whenever the same file would give another folder.
+GGUF_RECIPE = 1
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 # Nested folders (original/, onnx/, ...) and Mistral's second copy of the same weights.
 HUB_NOT = ("*/*", "consolidated*")
 
 
 def resolve(model: str, progress: bool = True) -> Path:
-    """The local folder of a model: a folder, `demo`, or a hub id ("org/name", optionally "@revision").
+    """The local folder of a model: a folder, a GGUF file, `demo`, or a hub id ("org/name", optionally "@revision", or
+    "org/name/file.gguf").
 
-    The demo is made, a hub model fetched on first use; HF_HUB_OFFLINE and HF_HOME are honoured. progress shows bars
-    on stderr. Raises CheckpointError when it is none of the three or cannot be fetched.
+    The demo is made, a hub model fetched and a GGUF file converted on first use; HF_HUB_OFFLINE and HF_HOME are
+    honoured. progress shows bars on stderr. Raises CheckpointError when it is none of these or cannot be fetched.
     """
     if model == DEMO:
         from nybble.service.checkpoints.demo import demo
@@ -46,24 +75,66 @@ def resolve(model: str, progress: bool = True) -> Path:
         return demo(progress)
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(
-                f"{path}: no config.json in this folder; give a folder as Hugging Face models are laid out"
-            )
-        return path
+        return _folder(path, progress)
     if path.is_file():
-        raise CheckpointError(
-            f"{path}: a file; accepted a folder. Make one with `nybble quantize {path} DST`"
-        )
+        return _converted(path, progress)
+    repo, _, revision = model.partition("@")
+    file = HUB_FILE.fullmatch(model)
+    if file is not None:
+        return _converted(_fetch_file(file["repo"], file["file"]), progress)
     if not HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"{model}: no such folder; accepted a folder, a hub id such as org/name, or `{DEMO}`"
+            f"{model}: no such folder; accepted a folder, a GGUF file, a hub id such as org/name, or `{DEMO}`"
         )
-    return _fetch(model)
+    return _fetch(repo, revision or None)
 
 
-def open_checkpoint(folder: Path, on_bytes: Callable[[int, int], None] | None = None) -> Checkpoint:
-    """Open a folder's weights for reading. on_bytes(done, total) is called as bytes are read.
+def _folder(path: Path, progress: bool) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _converted(ggufs[0], progress)
+    if ggufs:
+        shown = ", ".join(file.name for file in ggufs[:3])
+        raise CheckpointError(f"{path}: {len(ggufs)} GGUF files ({shown} ...); give one of them")
+    raise CheckpointError(
+        f"{path}: no config.json in this folder; give a folder as Hugging Face models are laid out"
+    )
+
+
+def _converted(path: Path, progress: bool) -> Path:
+    """The W4A16 folder of a GGUF file, made in the user's cache on first use and found there later."""
+    with path.open("rb") as file:
+        magic = file.read(len(GGUF_MAGIC))
+    if magic != GGUF_MAGIC:
+        raise CheckpointError(
+            f"{path}: a file that is no GGUF file; accepted a GGUF file, or a folder as Hugging Face models are laid out"
+        )
+    from nybble.service.checkpoints.quantize import quantize
+
+    stat = path.stat()
+    told = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {GGUF_RECIPE}"
+    folder = cache_folder() / "gguf" / f"{path.stem}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        log.info("%s: converting once into %s", path, folder)
+        try:
+            quantize(path, folder, progress=progress)
+        except CheckpointError:
+            if not folder.is_dir():
+                raise
+            # Another process finished first: its folder is the same.
+    return folder
+
+
+def open_checkpoint(
+    folder: Path,
+    on_bytes: Callable[[int, int], None] | None = None,
+    drop_cache: bool = False,
+    pin: bool = False,
+) -> Checkpoint:
+    """Open a folder's weights for reading. on_bytes(done, total) is called as bytes are read. drop_cache and pin: see
+    TensorFiles.
 
     Raises CheckpointError when the folder is not quantised, is of a format not in FORMATS, or lacks a file.
     """
@@ -72,7 +143,7 @@ def open_checkpoint(folder: Path, on_bytes: Callable[[int, int], None] | None = 
         from nybble.service.checkpoints.random_weights import RandomCheckpoint
 
         return RandomCheckpoint(folder, config)
-    return Checkpoint(folder, config, _format_of(folder, config), on_bytes)
+    return Checkpoint(folder, config, _format_of(folder, config), on_bytes, drop_cache, pin)
 
 
 def _is_random(config: dict[str, Any]) -> bool:
@@ -82,12 +153,7 @@ def _is_random(config: dict[str, Any]) -> bool:
 
 
 def _format_of(folder: Path, config: dict[str, Any]) -> Format:
-    where = f"{folder / 'config.json'}: quantization_config"
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if not quantization and (folder / "quantize_config.json").is_file():
-        # AutoGPTQ of 2023 wrote its settings beside config.json only.
-        where = str(folder / "quantize_config.json")
-        quantization = {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
+    quantization, where = quantization_of(folder, config)
     if not quantization:
         raise CheckpointError(
             f"{folder}: config.json has no quantization_config, so these are 16-bit weights; quantise them first: "
@@ -96,37 +162,68 @@ def _format_of(folder: Path, config: dict[str, Any]) -> Format:
     if not isinstance(quantization, dict):
         raise CheckpointError(f"{where}: given {quantization!r:.100}, accepted an object")
     method = quantization.get("quant_method")
+    if method is None and "config_groups" in quantization:
+        method = "compressed-tensors"  # its first releases did not say
     if not isinstance(method, str) or method not in FORMATS:
-        raise CheckpointError(f"{where}: quant_method: given {method!r}, accepted {', '.join(FORMATS)}")
+        raise refused(where, "quant_method", method, ", ".join(FORMATS))
     with well_formed(where):
         return FORMATS[method](quantization, where)
 
 
-def _fetch(model: str) -> Path:
-    """The snapshot of a hub model in the Hugging Face cache, without files that could hold code."""
-    import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def quantization_of(folder: Path, config: dict[str, Any]) -> tuple[Any, str]:
+    """The quantisation settings of a folder and where they stand; None when it has none."""
+    for field in ("quantization_config", "compression_config"):
+        if config.get(field):
+            return config[field], f"{folder / 'config.json'}: {field}"
+    for name, method in SETTINGS_FILES.items():
+        if (folder / name).is_file():
+            return {"quant_method": method or None} | read_json(folder / name), str(folder / name)
+    return None, str(folder / "config.json")
 
-    repo, _, revision = model.partition("@")
-    try:
+
+def _fetch(repo: str, revision: str | None) -> Path:
+    """The snapshot of a hub model in the Hugging Face cache, without files that could hold code.
+
+    huggingface_hub shows its own progress bars, goes on with a download that was cut off, and honours HF_HUB_OFFLINE.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(repo):
         folder = Path(
             snapshot_download(
-                repo, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)
+                repo, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)
             )
         )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{repo}: the repository holds no config.json ({folder}); if it holds GGUF files, give one of them: "
+            f"{repo}/FILE.gguf"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{repo}: the repository holds no safetensors files; pickled weights ({', '.join(PICKLES)}) are never fetched"
+        )
+    return folder
+
+
+def _fetch_file(repo: str, file: str) -> Path:
+    """One file of a hub model in the Hugging Face cache."""
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(f"{repo}/{file}"):
+        return Path(hf_hub_download(repo, file))
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{model}: no such folder here, and the hub did not give it ({reason}); check the name, the network and "
             "HF_HUB_OFFLINE, set HF_TOKEN for a gated model, or give a folder"
         ) from error
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{model}: the repository holds no config.json ({folder}); is it a GGUF or adapter repository?"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{model}: the repository holds no safetensors files; pickled weights ({', '.join(PICKLES)}) are never fetched"
-        )
-    return folder

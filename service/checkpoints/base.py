@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -13,32 +16,60 @@ import torch
 from nybble.kernels.packing import PER_WORD, W4A16Weight
 from nybble.service.checkpoints.files import TensorFiles
 from nybble.service.errors import CheckpointError
-from nybble.service.json_files import read_json
+from nybble.service.json_files import FETCH_AGAIN, read_json
+
+log = logging.getLogger(__name__)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
+# Buffers that transformers once stored; they follow from config.json.
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "self_attn.masked_bias")
+CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 # What `nybble quantize` learnt beside the weights. JSON, because other tools take every safetensors file for weights.
 NOTES = "nybble.json"
 HEAD_IMPORTANCE = "lm_head_importance"
 
 
+# Scales of a quantised KV cache: this server keeps the cache in 16 bits.
+KV_SCALES = frozenset(
+    {
+        *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale"),
+        *("k_zero_point", "v_zero_point", "q_zero_point", "output_scale", "output_zero_point"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weight of one module is quantised. group_size -1: one group per row. act_order: g_idx must be there."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    act_order: bool = False
+
+    @property
+    def per_word(self) -> int:
+        """Values in one int32."""
+        return 32 // self.bits
+
+
 class Format(ABC):
     """How one family of tools spells a quantised linear layer.
 
-    packed  the suffix of the tensor that holds the 4-bit values; a module without it is not quantised
-    ignored suffixes of tensors this format may carry and nothing here needs
+    packed  the suffix of the tensor that holds the low-bit values; a module without it is not quantised
     """
 
     packed: ClassVar[str]
-    ignored: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def __init__(self, quantization: dict[str, Any], where: str) -> None:
         """Check config.json's quantization_config. Raises CheckpointError naming the field that is not understood."""
 
     @abstractmethod
-    def read(self, checkpoint: Checkpoint, module: str, n: int, k: int) -> W4A16Weight:
-        """The logical weight [N, K] of a quantised module. Raises CheckpointError."""
+    def read(self, checkpoint: Checkpoint, module: str, n: int, k: int) -> W4A16Weight | torch.Tensor:
+        """The logical weight [N, K] of a quantised module, or float32 [N, K] where it is not 4-bit or its groups do not
+        divide K. Raises CheckpointError."""
 
 
 class Checkpoint:
@@ -50,12 +81,26 @@ class Checkpoint:
         config: dict[str, Any],
         format: Format,
         on_bytes: Callable[[int, int], None] | None = None,
+        drop_cache: bool = False,
+        pin: bool = False,
     ) -> None:
         self.folder = folder
         self.config = config
         self._format = format
-        self._files = TensorFiles(folder, on_bytes)
+        self._files = TensorFiles(folder, on_bytes, drop_cache, pin)
         self._modules: set[str] = set()
+        self._said: set[str] = set()
+        scales = [name for name in self._files.names() if name.rpartition(".")[2] in KV_SCALES]
+        if scales:
+            self.say(
+                f"{len(scales)} scales of a quantised KV cache ({scales[0]} ...) are not used: the cache is kept in 16 bits"
+            )
+
+    def say(self, message: str, key: str | None = None) -> None:
+        """A warning about this folder, once per key (the message itself unless given)."""
+        if (key or message) not in self._said:
+            self._said.add(key or message)
+            log.warning("%s: %s", self.folder, message)
 
     @property
     def total_bytes(self) -> int:
@@ -67,6 +112,24 @@ class Checkpoint:
 
     def has_tensor(self, name: str) -> bool:
         return name in self._files
+
+    def expect(self, wanted: Sequence[str]) -> None:
+        """Say which modules and tensors will be asked for next, in order: they are read ahead."""
+        leaves: dict[str, list[str]] = {}
+        for name in self._files.names():
+            leaves.setdefault(name.rpartition(".")[0], []).append(name)
+        names = [
+            name for item in wanted for name in ([item] if item in self._files else leaves.get(item, ()))
+        ]
+        self._files.expect(dict.fromkeys(names))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it. Raises CheckpointError when there is none of that name."""
+        return self._files.shape(name)
+
+    def first_rows(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of a tensor, without counting it as read."""
+        return self._files.peek(name, rows)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as stored. Raises CheckpointError when there is none of that name."""
@@ -86,8 +149,8 @@ class Checkpoint:
     def linear(self, module: str, n: int, k: int) -> W4A16Weight | torch.Tensor:
         """The weight of a linear layer, y[..., N] = x[..., K] @ w[N, K]^T.
 
-        Returns the logical int4 weight of a quantised module, or the plain floating [N, K] tensor of one that the
-        quantiser left alone. Raises CheckpointError naming module and tensor when it is absent or of another shape.
+        Returns the logical int4 weight of a quantised module, or a floating [N, K] tensor of one that the quantiser left
+        alone, or whose quantisation is not one that int4 kernels know (8 bits, say). Raises CheckpointError naming module and tensor when it is absent or of another shape.
         """
         self._modules.add(module)
         if self.quantized(module):
@@ -129,8 +192,8 @@ class Checkpoint:
     def unread(self) -> list[str]:
         """Names nobody asked for, less those that cannot matter.
 
-        Not listed: tensors the format declares irrelevant, and a bias of a linear module that is zero throughout
-        (some GPTQ writers add one to every layer).
+        Not listed: scales of a KV cache, buffers that old writers stored (inv_freq, attention masks), and a bias of a
+        linear module that is zero throughout (some GPTQ writers add one to every layer).
         """
         return [name for name in self._files.unread() if not self._irrelevant(name)]
 
@@ -155,20 +218,67 @@ class Checkpoint:
 
     def _irrelevant(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")
-        if leaf in self._format.ignored:
+        if leaf in KV_SCALES or name.endswith(BUFFERS):
             return True
         return leaf == "bias" and module in self._modules and not self._files.peek(name).any()
 
 
-def group_size_of(folder: Path, module: str, k: int, group_size: int) -> int:
-    """The group size in elements; -1 (one group per row) becomes K. Raises CheckpointError when K does not fit."""
-    size = k if group_size == -1 else group_size
-    if size <= 0 or k % size or k % PER_WORD:
+def group_size_of(checkpoint: Checkpoint, module: str, k: int, scheme: Scheme) -> int:
+    """The group size in elements; -1 (one group per row) becomes K. Raises CheckpointError when it is no size at all."""
+    size = k if scheme.group_size == -1 else scheme.group_size
+    if size <= 0:
         raise CheckpointError(
-            f"{folder}: module {module}: K={k} with group_size {group_size}; accepted a K that is a multiple of "
-            f"{PER_WORD} and of group_size (-1: one group)"
+            f"{checkpoint.folder}: module {module}: group_size {scheme.group_size}; accepted a positive number, or -1 for "
+            "one group per row"
         )
-    return size
+    return min(size, k)
+
+
+def is_w4a16(scheme: Scheme, k: int, group_size: int) -> bool:
+    """Whether a W4A16Weight can hold it."""
+    return scheme.bits == 4 and k % group_size == 0 and k % PER_WORD == 0
+
+
+def dequantised(
+    checkpoint: Checkpoint,
+    module: str,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    g_idx: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    """float32 [N, K] of uint8 codes [N, K], scales and zeros [N, groups] and the group of each k, (q - z) * s.
+
+    For what no W4A16Weight holds; said once.
+    """
+    n, k = codes.shape
+    checkpoint.say(
+        f"weights that no int4 kernel takes (8 bits, or groups that do not divide K), {module} first: served in 16 bits",
+        "dequantised",
+    )
+    groups = torch.arange(k) // group_size if g_idx is None else g_idx.long()
+    weight = torch.empty(n, k, dtype=torch.float32)
+    step = max(1, CHUNK_ELEMENTS // k)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        shift = zeros[rows].float()[:, groups] if isinstance(zeros, torch.Tensor) else float(zeros)
+        weight[rows] = (codes[rows].float() - shift) * scales[rows].float()[:, groups]
+    return weight
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no value is inf or nan. Their sum tells, in a fifth of the time that looking at each takes."""
+    return not values.numel() or math.isfinite(float(values.sum(dtype=torch.float32)))
+
+
+def finite(checkpoint: Checkpoint, name: str, scales: torch.Tensor) -> torch.Tensor:
+    """Scales as they are. Raises CheckpointError for one that is not finite: every row with it would be lost."""
+    if not all_finite(scales):
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {name} holds values that are not finite (inf or nan); {FETCH_AGAIN}"
+        )
+    return scales
 
 
 def act_order(checkpoint: Checkpoint, name: str, k: int, group_size: int) -> torch.Tensor | None:
@@ -176,13 +286,37 @@ def act_order(checkpoint: Checkpoint, name: str, k: int, group_size: int) -> tor
     g_idx = checkpoint.checked(name, (k,), INTS).to(torch.int32)
     if torch.equal(g_idx, torch.arange(k, dtype=torch.int32) // group_size) or bool((g_idx == -1).all()):
         return None
-    low, high = int(g_idx.min()), int(g_idx.max())
-    if low < 0 or high >= k // group_size:
+    low, high, groups = int(g_idx.min()), int(g_idx.max()), groups_of(k, group_size)
+    if low < 0 or high >= groups:
         raise CheckpointError(
-            f"{checkpoint.folder}: tensor {name}: given groups {low}..{high}, accepted 0..{k // group_size - 1} "
+            f"{checkpoint.folder}: tensor {name}: given groups {low}..{high}, accepted 0..{groups - 1} "
             f"(K={k}, group_size {group_size})"
         )
     return g_idx
+
+
+def groups_of(k: int, group_size: int) -> int:
+    return -(-k // group_size)
+
+
+def whole(quantization: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
+    """A whole number of a quantization_config. Raises CheckpointError naming the field."""
+    value = quantization.get(field)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise refused(where, field, value, "a whole number")
+    return value
+
+
+def flag(quantization: Mapping[str, Any], field: str, where: str, default: bool) -> bool:
+    """A yes or no of a quantization_config. Raises CheckpointError naming the field for anything else."""
+    value = quantization.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refused(where, field, value, "true or false")
+    return value
 
 
 def refused(where: str, field: str, given: object, accepted: str) -> CheckpointError:

@@ -188,6 +188,10 @@ def _skeleton(config: dict[str, Any]) -> Any:
 
 
 def _with_buffers(name: str, module: torch.nn.Module, config: Any) -> torch.nn.Module:
+    scale = getattr(module, "scalar_embed_scale", None)
+    if isinstance(module, torch.nn.Embedding) and scale is not None:  # Gemma's
+        module.embed_scale = torch.tensor(scale)
+        return module
     if "Rotary" not in type(module).__name__:
         raise CheckpointError(
             f"module {name} ({type(module).__name__}) holds buffers of unknown content; {WITHOUT}"

@@ -1,8 +1,9 @@
 """compressed-tensors `pack-quantized`, as llm-compressor and `nybble quantize` write it.
 
-Per linear layer: weight_packed int32 [N, K/8] (K packed, low nibble first, value = signed + 8), weight_scale
-[N, K/G], weight_shape [2]; asymmetric: weight_zero_point, signed + 8 packed along N into int32 [N/8, K/G], or in
-older files the signed value itself as int8 [N, K/G]; act-order: weight_g_idx [K].
+Per linear layer, with P = 32 / bits values in a word and B = 2^(bits - 1): weight_packed int32 [N, K/P] (K packed, low
+bits first, value = signed + B), weight_scale [N, groups], weight_shape [2]; asymmetric: weight_zero_point, signed + B
+packed along N into int32 [N/P, groups], or in older files the signed value itself as int8 [N, groups]; act-order:
+weight_g_idx [K]. Rows whose K is no multiple of P are padded to whole words.
 Format: https://github.com/vllm-project/compressed-tensors
 """
 
@@ -14,35 +15,44 @@ from typing import Any
 
 import torch
 
-from nybble.kernels.packing import PER_WORD, SYMMETRIC_ZERO, W4A16Weight, unpack_rows
+from nybble.kernels.packing import W4A16Weight
 from nybble.service.checkpoints.base import (
     FLOATS,
     INTS,
     Checkpoint,
     Format,
+    Scheme,
     act_order,
+    dequantised,
+    finite,
+    flag,
     group_size_of,
+    groups_of,
+    is_w4a16,
     refused,
+    whole,
 )
+from nybble.service.checkpoints.gptq import fields_of
 from nybble.service.errors import CheckpointError
 
 PACK_QUANTIZED = "pack-quantized"
 REGEX = "re:"
+CLASS = "Linear"
+BITS = (4, 8)
+# With these, the groups of K are shuffled and weight_g_idx says how; "weight" and "static" keep them in order.
+SHUFFLED = ("group", "dynamic", True)
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
-    """One entry of config_groups: which modules, and how their weights are quantised. group_size -1: per channel."""
+class Group:
+    """One entry of config_groups: which modules, and how their weights are quantised."""
 
     targets: tuple[str, ...]
-    group_size: int
-    symmetric: bool
+    scheme: Scheme
 
 
 class CompressedTensors(Format):
     packed = "weight_packed"
-    # Scales of a quantised KV cache and of quantised activations: this server keeps both in 16 bits.
-    ignored = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
     def __init__(self, quantization: dict[str, Any], where: str) -> None:
         self._where = where
@@ -56,27 +66,32 @@ class CompressedTensors(Format):
         if not groups:
             raise refused(where, "config_groups", groups, "at least one group of weights")
         default_format = quantization.get("format")
-        self._schemes = [
-            _scheme(group, f"{where}: config_groups.{name}", default_format) for name, group in groups.items()
+        self._groups = [
+            _group(group, f"{where}: config_groups.{name}", default_format) for name, group in groups.items()
         ]
-        for pattern in (*self._ignore, *(target for scheme in self._schemes for target in scheme.targets)):
+        for pattern in (*self._ignore, *(target for group in self._groups for target in group.targets)):
             if pattern.startswith(REGEX):
                 _check_pattern(pattern, where)
 
-    def read(self, checkpoint: Checkpoint, module: str, n: int, k: int) -> W4A16Weight:
+    def read(self, checkpoint: Checkpoint, module: str, n: int, k: int) -> W4A16Weight | torch.Tensor:
         scheme = self._scheme_of(module)
-        g = group_size_of(checkpoint.folder, module, k, scheme.group_size)
+        g = group_size_of(checkpoint, module, k, scheme)
         _check_shape(checkpoint, module, n, k)
-        q = checkpoint.checked(f"{module}.weight_packed", (n, k // PER_WORD), (torch.int32,))
-        scales = checkpoint.checked(f"{module}.weight_scale", (n, k // g), FLOATS)
-        zero_name, order_name = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
-        zeros = None
-        if not scheme.symmetric:
-            zeros = _zeros(checkpoint, zero_name, n, k // g)
-        elif checkpoint.has_tensor(zero_name):
-            checkpoint.tensor(zero_name)  # older writers store a useless 0 for symmetric weights
+        words = -(-k // scheme.per_word)
+        q = checkpoint.checked(f"{module}.weight_packed", (n, words), (torch.int32,))
+        scale_name, order_name = f"{module}.weight_scale", f"{module}.weight_g_idx"
+        scales = finite(checkpoint, scale_name, checkpoint.checked(scale_name, (n, groups_of(k, g)), FLOATS))
+        zeros = _zeros(checkpoint, f"{module}.weight_zero_point", scheme, n, groups_of(k, g))
+        if scheme.act_order and g != k and not checkpoint.has_tensor(order_name):
+            raise CheckpointError(
+                f"{checkpoint.folder}: no tensor {order_name}, which this module's actorder needs"
+            )
         order = act_order(checkpoint, order_name, k, g) if checkpoint.has_tensor(order_name) else None
-        return W4A16Weight(q=q, scales=scales, zeros=zeros, g_idx=order, group_size=g, n=n, k=k)
+        if is_w4a16(scheme, k, g):
+            return W4A16Weight(q=q, scales=scales, zeros=zeros, g_idx=order, group_size=g, n=n, k=k)
+        codes = fields_of(q, scheme.bits)[:, :k]
+        middle = 1 << (scheme.bits - 1)
+        return dequantised(checkpoint, module, codes, scales, middle if zeros is None else zeros, order, g)
 
     def _scheme_of(self, module: str) -> Scheme:
         if any(_covers(pattern, module) for pattern in self._ignore):
@@ -84,14 +99,14 @@ class CompressedTensors(Format):
                 f"{self._where}: module {module} is listed in `ignore`, but its tensors are quantised; "
                 "weights and config.json do not belong together"
             )
-        # An exact name beats a pattern, a pattern beats the class name; within one kind the first group wins.
-        for fits in (_is_name, _is_match, _is_class):
-            for scheme in self._schemes:
-                if any(fits(target, module) for target in scheme.targets):
-                    return scheme
+        # An exact name beats a pattern, a pattern a part of the name, that the class; within one kind the first wins.
+        for fits in (_is_name, _is_match, _is_part, _is_class):
+            for group in self._groups:
+                if any(fits(target, module) for target in group.targets):
+                    return group.scheme
         raise CheckpointError(
             f"{self._where}: module {module} is quantised, but no target of config_groups "
-            f"({', '.join(t for s in self._schemes for t in s.targets)}) covers it"
+            f"({', '.join(t for group in self._groups for t in group.targets)}) covers it"
         )
 
 
@@ -103,6 +118,15 @@ def _is_match(target: str, module: str) -> bool:
     return target.startswith(REGEX) and re.match(target.removeprefix(REGEX), module) is not None
 
 
+def _is_part(target: str, module: str) -> bool:
+    """The name of a parent module, or the last parts of the name."""
+    return module.startswith(target + ".") or module.endswith("." + target)
+
+
+def _is_class(target: str, module: str) -> bool:
+    return target == CLASS
+
+
 def _check_pattern(pattern: str, where: str) -> None:
     try:
         re.compile(pattern.removeprefix(REGEX))
@@ -112,16 +136,12 @@ def _check_pattern(pattern: str, where: str) -> None:
         ) from error
 
 
-def _is_class(target: str, module: str) -> bool:
-    return target == "Linear"
-
-
 def _covers(pattern: str, module: str) -> bool:
-    """An `ignore` entry is a name, the name of a parent module, or `re:` and a pattern."""
-    return _is_match(pattern, module) or module == pattern or module.startswith(pattern + ".")
+    """An `ignore` entry: a name, a part of one, or `re:` and a pattern; decided per module as the file names it."""
+    return any(fits(pattern, module) for fits in (_is_name, _is_match, _is_part))
 
 
-def _scheme(group: dict[str, Any], where: str, default_format: str | None) -> Scheme:
+def _group(group: dict[str, Any], where: str, default_format: str | None) -> Group:
     weights = group.get("weights") or {}
     format = group.get("format") or default_format
     if format != PACK_QUANTIZED:
@@ -129,19 +149,27 @@ def _scheme(group: dict[str, Any], where: str, default_format: str | None) -> Sc
     for field in ("input_activations", "output_activations"):
         if group.get(field):
             raise refused(where, field, "quantised activations", "null (16-bit activations)")
-    for field, accepted in (
-        ("num_bits", (4,)),
-        ("type", ("int",)),
-        ("strategy", ("group", "channel")),
-        ("dynamic", (False, None)),
+    group_size, strategy = weights.get("group_size"), weights.get("strategy")
+    if strategy is None:
+        # Left out, it follows from the group size, as in the library that wrote it.
+        strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+    for field, given, accepted in (
+        ("num_bits", weights.get("num_bits"), BITS),
+        ("type", weights.get("type", "int"), ("int",)),
+        ("strategy", strategy, ("group", "channel")),
+        ("dynamic", weights.get("dynamic"), (False, None)),
     ):
-        if weights.get(field) not in accepted:
-            raise refused(where, f"weights.{field}", weights.get(field), " or ".join(map(str, accepted)))
-    group_size = weights.get("group_size")
-    if weights["strategy"] == "channel" or group_size is None:
+        if given not in accepted:
+            raise refused(where, f"weights.{field}", given, " or ".join(map(str, accepted)))
+    if strategy == "channel" or group_size is None:
         group_size = -1
-    targets = tuple(str(target) for target in group.get("targets") or ())
-    return Scheme(targets, int(group_size), bool(weights.get("symmetric", True)))
+    scheme = Scheme(
+        bits=weights["num_bits"],
+        group_size=whole({"group_size": group_size}, "group_size", f"{where}: weights"),
+        symmetric=flag(weights, "symmetric", f"{where}: weights", True),
+        act_order=weights.get("actorder") in SHUFFLED,
+    )
+    return Group(tuple(str(target) for target in group.get("targets") or ()), scheme)
 
 
 def _check_shape(checkpoint: Checkpoint, module: str, n: int, k: int) -> None:
@@ -155,14 +183,27 @@ def _check_shape(checkpoint: Checkpoint, module: str, n: int, k: int) -> None:
         )
 
 
-def _zeros(checkpoint: Checkpoint, name: str, n: int, groups: int) -> torch.Tensor:
-    """uint8 [N, K/G] from either spelling."""
+def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, n: int, groups: int) -> torch.Tensor | None:
+    """uint8 [N, groups] from either spelling; None for a symmetric weight."""
+    if scheme.symmetric:
+        if checkpoint.has_tensor(name):
+            checkpoint.tensor(name)  # older writers store a useless 0 for symmetric weights
+        return None
     if not checkpoint.has_tensor(name):
         raise CheckpointError(f"{checkpoint.folder}: no tensor {name}, which an asymmetric weight needs")
-    if checkpoint.tensor(name).dtype == torch.int8:
-        signed = checkpoint.checked(name, (n, groups), (torch.int8,)).to(torch.int16) + SYMMETRIC_ZERO
-        if bool(((signed < 0) | (signed > 15)).any()):
-            raise CheckpointError(f"{checkpoint.folder}: tensor {name}: given values outside -8..7")
-        return signed.to(torch.uint8)
-    words = checkpoint.checked(name, (-(-n // PER_WORD), groups), (torch.int32,))
-    return unpack_rows(words.t())[:, :n].t().contiguous()
+    packed = (-(-n // scheme.per_word), groups)
+    value = checkpoint.tensor(name)
+    if value.dtype == torch.int32 and tuple(value.shape) == packed:
+        return fields_of(value.t().contiguous(), scheme.bits)[:, :n].t().contiguous()
+    if tuple(value.shape) != (n, groups) or value.dtype not in (torch.int8, *INTS):
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {name}: given {str(value.dtype).removeprefix('torch.')} {list(value.shape)}, "
+            f"accepted int32 {list(packed)} (packed) or int8 {[n, groups]} (signed)"
+        )
+    middle = 1 << (scheme.bits - 1)
+    signed = value.to(torch.int16) + middle
+    if bool(((signed < 0) | (signed >= 2 * middle)).any()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {name}: given values outside {-middle}..{middle - 1}"
+        )
+    return signed.to(torch.uint8)

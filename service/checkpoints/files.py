@@ -5,89 +5,97 @@ Only safetensors and JSON are read. Pickled weights (.bin, .pt, .pth) can run co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from math import prod
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from nybble.service.checkpoints.safetensors_file import Entry, ReadAhead, SafetensorsFile
 from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN, read_json
 
 SINGLE_FILE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth")
-
-# Bytes of one element, by the safetensors format's own type names.
-ELEMENT_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
+# How far the disk may be ahead of whoever repacks the tensors: a quarter of the memory that loading may take beyond
+# the weights.
+AHEAD_BYTES = 256 << 20
 
 
 class TensorFiles:
     """Names, sizes and contents of all tensors of one folder.
 
-    Every file is opened (memory-mapped) and every name checked at construction, so that a missing or truncated
-    file is known before a single byte of weight is read. on_bytes(done, total) is called after each tensor that is
-    read for the first time.
+    Every file is opened and every header checked at construction, so that a missing or truncated file is known before
+    a single byte of weight is read. With an index, its weight_map is the truth: files and tensors that it does not name
+    are not there. on_bytes(done, total) is called after each tensor that is read for the first time. drop_cache gives
+    the page cache back as it goes, for a device that shares the host's memory; pin reads into page-locked memory.
     """
 
-    def __init__(self, folder: Path, on_bytes: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        on_bytes: Callable[[int, int], None] | None = None,
+        drop_cache: bool = False,
+        pin: bool = False,
+    ) -> None:
         self.folder = folder
         self._on_bytes = on_bytes
-        self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
-        self._files: dict[str, str] = {}
-        self._bytes: dict[str, int] = {}
+        self._drop_cache = drop_cache
+        self._pin = pin
+        self._open_files: dict[str, SafetensorsFile] = {}
+        self._entries: dict[str, tuple[str, Entry]] = {}
         self._read: set[str] = set()
+        self._ahead: ReadAhead | None = None
         self._done = 0
         try:
             self._open_all()
         except BaseException:
             self.close()
             raise
-        self.total_bytes = sum(self._bytes.values())
+        self.total_bytes = sum(entry.nbytes for _, entry in self._entries.values())
 
     def names(self) -> list[str]:
-        return sorted(self._files)
+        return sorted(self._entries)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._handle_of(name).get_slice(name).get_shape())
+        return self._entry(name).shape
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor, without reading it."""
-        return self._bytes[name]
+        return self._entry(name).nbytes
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say which tensors will be asked for next, in order: they are read ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+        wanted = [name for name in names if name in self._entries]
+        self._ahead = ReadAhead(wanted, self.nbytes, self.peek, AHEAD_BYTES)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A private copy of one tensor: nothing of the mapped file stays referenced."""
-        value = self.peek(name)
+        """One tensor, in memory that belongs to the caller."""
+        value = self._ahead.take(name) if self._ahead is not None else None
+        if value is None:
+            value = self.peek(name)
         self.mark_read(name)
         return value
 
-    def peek(self, name: str) -> torch.Tensor:
-        """`tensor`, without counting it as read."""
-        handle = self._handle_of(name)
-        try:
-            value: torch.Tensor = handle.get_tensor(name).clone()
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.folder / self._files[name]}: tensor {name} cannot be read ({error}); {FETCH_AGAIN}"
-            ) from error
-        return value
+    def peek(self, name: str, rows: int | None = None) -> torch.Tensor:
+        """`tensor`, or its first rows, without counting it as read."""
+        entry = self._entry(name)
+        file = self._open_files.get(self._entries[name][0])
+        if file is None:
+            raise CheckpointError(f"{self.folder}: already closed; open the checkpoint again to read {name}")
+        return file.read(entry, name, rows, self._drop_cache, self._pin)
 
     def mark_read(self, name: str) -> None:
         """Count a tensor as read: `unread` no longer lists it."""
         if name in self._read:
             return
         self._read.add(name)
-        self._done += self._bytes[name]
+        self._done += self.nbytes(name)
         if self._on_bytes is not None:
             self._on_bytes(self._done, self.total_bytes)
 
@@ -95,60 +103,50 @@ class TensorFiles:
         return [name for name in self.names() if name not in self._read]
 
     def close(self) -> None:
-        self._handles.clear()
-        self._stack.close()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
 
-    def _handle_of(self, name: str) -> Any:
-        file = self._files.get(name)
-        if file is None:
+    def _entry(self, name: str) -> Entry:
+        found = self._entries.get(name)
+        if found is None:
             raise CheckpointError(f"{self.folder}: no tensor {name} in its safetensors files")
-        if file not in self._handles:
-            raise CheckpointError(f"{self.folder}: already closed; open the checkpoint again to read {name}")
-        return self._handles[file]
+        return found[1]
 
     def _open_all(self) -> None:
         for file, expected in _files_of(self.folder).items():
-            handle = self._open(file)
-            present = set(handle.keys())
-            absent = sorted(expected - present) if expected is not None else []
+            opened = self._open_files[file] = SafetensorsFile(self.folder / file)
+            present = opened.entries
+            absent = sorted(expected - set(present)) if expected is not None else []
             if absent:
                 raise CheckpointError(
                     f"{self.folder / file}: the index says it holds {absent[0]} ({len(absent)} such), but it does not; "
                     f"file and index come from different versions: {FETCH_AGAIN}"
                 )
             for name in present if expected is None else expected:
-                self._files[name] = file
-                piece = handle.get_slice(name)
-                self._bytes[name] = prod(piece.get_shape()) * ELEMENT_BYTES.get(piece.get_dtype(), 0)
-
-    def _open(self, file: str) -> Any:
-        path = self.folder / file
-        try:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        except (FileNotFoundError, IsADirectoryError):
-            raise CheckpointError(
-                f"{path}: this file is missing, but the folder's index names it; fetch the missing file"
-            ) from None
-        except (SafetensorError, OSError) as error:
-            size = path.stat().st_size if path.is_file() else 0
-            raise CheckpointError(
-                f"{path}: {size} bytes that are not a complete safetensors file ({error}); {FETCH_AGAIN}"
-            ) from error
-        self._handles[file] = handle
-        return handle
+                self._entries[name] = (file, present[name])
 
 
 def _files_of(folder: Path) -> dict[str, set[str] | None]:
     """File name -> the tensor names the index promises in it, or None (everything in it) without an index."""
-    if (folder / SINGLE_FILE).exists():
-        return {SINGLE_FILE: None}
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
-        raise CheckpointError(
-            f"{folder}: several indexes ({_list(indexes)}); keep the one that belongs to the weights"
-        )
+        named = [path for path in indexes if path.name == f"{SINGLE_FILE}.index.json"]
+        if not named:
+            raise CheckpointError(
+                f"{folder}: several indexes ({_list(indexes)}); keep the one that belongs to the weights"
+            )
+        indexes = named
     if indexes:
-        return _files_of_index(indexes[0])
+        files = _files_of_index(indexes[0])
+        # A model that was sharded once and saved whole later keeps its old index, all of whose files are gone.
+        if any((folder / file).exists() for file in files) or not (folder / SINGLE_FILE).exists():
+            return files
+    if (folder / SINGLE_FILE).exists():
+        return {SINGLE_FILE: None}
     singles = sorted(folder.glob("*.safetensors"))
     if len(singles) == 1:
         return {singles[0].name: None}
@@ -175,6 +173,10 @@ def _files_of_index(index: Path) -> dict[str, set[str] | None]:
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(
                 f"{index}: {name} is said to be in {file!r}; accepted a file name in the same folder"
+            )
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: {name} is said to be in {file!r}; accepted a .safetensors file (pickles are never opened)"
             )
         names = files.setdefault(file, set())
         assert names is not None

@@ -1,17 +1,20 @@
 """`nybble quantize`: a 16-bit model (GGUF file or Hugging Face folder) to a compressed-tensors W4A16 folder.
 
-Linear layers of the decoder become int4; embeddings, norms, the head and routers stay 16-bit. What calibration learnt
+Linear layers of the decoder become int4, those that are Q4_0 in a GGUF file bit for bit; embeddings, norms, the head
+and routers are not quantised. What calibration learnt
 about the head is noted in nybble.json, for servers that quantise the head as they load it. Tensors pass one at a
 time, so memory stays at one shard plus the largest tensor. The folder appears under its name only when complete.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +36,13 @@ from nybble.service.json_files import read_json, write_json
 
 __all__ = ["QuantizeOptions", "quantize", "quantize_tensor"]
 
+log = logging.getLogger(__name__)
+
 GROUP_SIZES = (32, 64, 128)
+# GGUF's Q4_0 is W4A16 without zero points in groups of this size.
+EXACT_TYPE, EXACT_GROUP = "Q4_0", 32
+PLAIN_TYPES = ("16-bit", "F32", "F16", "BF16")
+FLOAT32_BYTES = 32 << 20  # a larger tensor is rounded to 16 bits on disk: serving rounds it anyway
 SHARD_BYTES = 2 * 10**9
 SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*\.weight")
@@ -65,20 +74,29 @@ class QuantizeOptions:
 
 
 class Source(Protocol):
-    """A 16-bit model to quantise: tensors under their Hugging Face names. dtype: what 16-bit tensors are written in."""
+    """A model to quantise: tensors under their Hugging Face names.
+
+    dtype: what tensors that stay unquantised are written in; with keeps_float32, those that are not exact in it stay
+    float32 where that costs little.
+    """
 
     config: dict[str, Any]
     dtype: torch.dtype
+    keeps_float32: bool
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def nbytes(self, name: str) -> int: ...
     def tensor(self, name: str) -> torch.Tensor: ...
+    def exact(self, name: str) -> W4A16Weight | None: ...
+    def type_name(self, name: str) -> str: ...
     def write_files(self, folder: Path) -> None: ...
 
 
 class FolderSource:
     """A Hugging Face folder of 16-bit (or float32) safetensors."""
+
+    keeps_float32 = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -105,6 +123,13 @@ class FolderSource:
     def tensor(self, name: str) -> torch.Tensor:
         return self._files.tensor(name)
 
+    def exact(self, name: str) -> W4A16Weight | None:
+        """None: nothing is quantised yet."""
+        return None
+
+    def type_name(self, name: str) -> str:
+        return "16-bit"
+
     def write_files(self, folder: Path) -> None:
         """Tokenizer, generation config and chat template, byte for byte."""
         for path in sorted({path for pattern in SIDE_FILES for path in self._folder.glob(pattern)}):
@@ -123,15 +148,17 @@ def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progr
     try:
         refuse_filled(dst)
         source = open_source(src)
-        modules = _modules(source, options.group_size, src)
+        plan = _plan(source, options, src)
+        _say(source, plan, src)
         with staging(dst) as folder:
             source.write_files(folder)
-            weights = _importance(source, modules, folder, progress) if options.calibrate else {}
+            wanted = options.calibrate and plan.rounded
+            weights = _importance(source, plan.rounded, folder, progress) if wanted else {}
             if HEAD in weights:
                 values = [float(f"{v:.4g}") for v in weights[HEAD].tolist()]
                 write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
-            _write_tensors(source, modules, weights, options, folder, progress)
-            _write_config(source, modules, options, folder)
+            _write_tensors(source, plan, weights, options, folder, progress)
+            _write_config(source, plan, options, folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{dst}: cannot be made from {src} ({error}); free some space or choose another place"
@@ -184,12 +211,25 @@ def _share(folder: Path) -> None:
         path.chmod(0o666 & ~mask)
 
 
-def _modules(source: Source, group_size: int, src: Path) -> list[str]:
-    """Names of the linear modules to quantise. Raises CheckpointError for one that the group size does not fit."""
-    modules = []
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Linear modules by what becomes of them: rounded to int4, or taken over as the int4 they are."""
+
+    rounded: list[str]
+    exact: list[str]
+
+
+def _plan(source: Source, options: QuantizeOptions, src: Path) -> Plan:
+    """Raises CheckpointError for a module that the group size does not fit."""
+    rounded: list[str] = []
+    exact: list[str] = []
+    group_size = options.group_size
     for name in source.names():
         module = name.removesuffix(".weight")
         shape = source.shape(name)
+        q4_0 = group_size == EXACT_GROUP and len(shape) == 2 and source.type_name(name) == EXACT_TYPE
+        if q4_0 and name == f"{HEAD}.weight":
+            exact.append(module)
         if not LAYER_WEIGHT.fullmatch(name) or len(shape) != 2 or module.rpartition(".")[2] in ROUTERS:
             continue
         if shape[1] % group_size:
@@ -198,10 +238,27 @@ def _modules(source: Source, group_size: int, src: Path) -> list[str]:
                 f"{src}: module {module}: K={shape[1]} is no multiple of group_size {group_size}; "
                 f"accepted for this module: {', '.join(fitting) or 'none'}"
             )
-        modules.append(module)
-    if not modules:
+        (exact if q4_0 else rounded).append(module)
+    if not rounded and not exact:
         raise CheckpointError(f"{src}: no linear layers found under model.layers.N; is this a decoder model?")
-    return modules
+    return Plan(rounded, exact)
+
+
+def _say(source: Source, plan: Plan, src: Path) -> None:
+    """One line on what happens to weights that are quantised already."""
+    rounded = Counter(source.type_name(f"{module}.weight") for module in plan.rounded)
+    again = {kind: count for kind, count in rounded.items() if kind not in PLAIN_TYPES}
+    plain = sum(rounded.values()) - sum(again.values())
+    parts = []
+    if plan.exact:
+        parts.append(f"{len(plan.exact)} {EXACT_TYPE} layers taken over exactly")
+    if again:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(again.items()))
+        parts.append(f"{kinds} layers dequantised and rounded to int4 anew")
+    if plain and parts:
+        parts.append(f"{plain} 16-bit layers rounded to int4")
+    if parts:
+        log.info("%s: %s", src, "; ".join(parts))
 
 
 def _importance(source: Source, modules: list[str], folder: Path, progress: bool) -> dict[str, torch.Tensor]:
@@ -218,25 +275,37 @@ def _importance(source: Source, modules: list[str], folder: Path, progress: bool
 
 def _write_tensors(
     source: Source,
-    modules: list[str],
+    plan: Plan,
     weights: dict[str, torch.Tensor],
     options: QuantizeOptions,
     folder: Path,
     progress: bool,
 ) -> None:
     shards = _Shards(folder)
-    quantised = set(modules)
+    rounded, exact = set(plan.rounded), set(plan.exact)
     names = source.names()
     with _bar("quantise", sum(source.nbytes(name) for name in names), progress) as bar:
         for name in names:
-            value = source.tensor(name)
             module = name.removesuffix(".weight")
-            if name.endswith(".weight") and module in quantised:
-                shards.add(_packed(module, value, weights.get(module), options, source.dtype))
+            if name.endswith(".weight") and module in exact:
+                weight = source.exact(name)
+                assert weight is not None
+                shards.add(pack_quantized(module, weight))
+            elif name.endswith(".weight") and module in rounded:
+                shards.add(_packed(module, source.tensor(name), weights.get(module), options, source.dtype))
             else:
-                shards.add({name: value.to(source.dtype) if value.dtype == torch.float32 else value})
+                shards.add({name: _unquantised(source, name)})
             bar.update(source.nbytes(name))
     shards.finish()
+
+
+def _unquantised(source: Source, name: str) -> torch.Tensor:
+    value = source.tensor(name)
+    if value.dtype != torch.float32:
+        return value
+    rounded = value.to(source.dtype)
+    keep = source.keeps_float32 and value.nbytes <= FLOAT32_BYTES and not torch.equal(rounded.float(), value)
+    return value if keep else rounded
 
 
 def _packed(
@@ -307,52 +376,64 @@ class _Shards:
         self._pending, self._bytes = {}, 0
 
 
-def _write_config(source: Source, modules: list[str], options: QuantizeOptions, folder: Path) -> None:
+def _write_config(source: Source, plan: Plan, options: QuantizeOptions, folder: Path) -> None:
     config = dict(source.config)
     dtype = str(source.dtype).removeprefix("torch.")
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype
-    config["quantization_config"] = quantization_config(options, _left_out(source, modules))
+    config["quantization_config"] = quantization_config(
+        options, _left_out(source, plan), plan.exact, mixed=bool(plan.rounded)
+    )
     write_json(folder / "config.json", config)
 
 
-def quantization_config(options: QuantizeOptions, ignore: list[str]) -> dict[str, Any]:
-    """What compressed-tensors, vLLM and transformers read in config.json."""
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": options.symmetric,
-        "strategy": "group",
-        "group_size": options.group_size,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "mse",
-        "observer_kwargs": {},
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+def quantization_config(
+    options: QuantizeOptions, ignore: list[str], exact: Sequence[str] = (), mixed: bool = True
+) -> dict[str, Any]:
+    """What compressed-tensors, vLLM and transformers read in config.json. exact: modules taken over from Q4_0; mixed:
+    there are others too."""
+    groups = [_group(options.group_size, options.symmetric, ["Linear"])] if mixed else []
+    if exact:
+        groups.append(_group(EXACT_GROUP, True, list(exact) if mixed else ["Linear"]))
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": ignore,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
-def _left_out(source: Source, modules: list[str]) -> list[str]:
+def _group(group_size: int, symmetric: bool, targets: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group",
+        "group_size": group_size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "mse",
+        "observer_kwargs": {},
+    }
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+
+
+def _left_out(source: Source, plan: Plan) -> list[str]:
     """Linear modules that stay 16-bit: the head (tied ones too, which have no tensor of their own) and routers."""
+    quantised = {*plan.rounded, *plan.exact}
     routers = (
         name.removesuffix(".weight")
         for name in source.names()
         if LAYER_WEIGHT.fullmatch(name)
         and len(source.shape(name)) == 2
-        and name.removesuffix(".weight") not in modules
+        and name.removesuffix(".weight") not in quantised
     )
-    return ["lm_head", *routers]
+    return [*([] if HEAD in quantised else [HEAD]), *routers]
 
 
 def _bar(what: str, total: int, progress: bool) -> Any:

@@ -13,6 +13,8 @@ import torch
 
 from nybble.kernels import native
 from nybble.kernels.attention import AttentionBackend, CacheShape, choose
+from nybble.kernels.attention.selfcheck import paged_problem
+from nybble.kernels.bench.timing import copy_rate
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.linear.int8 import Int8Linear, can_run, quantize_rows
 from nybble.kernels.selfcheck import check_paths
@@ -20,8 +22,8 @@ from nybble.kernels.target import (
     Target,
     default_device,
     detect,
-    measured_copy_rate,
     pci_address,
+    shares_host_memory,
     usable_cores,
 )
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
@@ -32,6 +34,7 @@ from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelRepor
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
 from nybble.service.folders import kernel_cache_folder
+from nybble.service.malloc import large_blocks_go_back
 from nybble.service.memory import MemoryNeeds, Readings, make_plan, read_host_available
 from nybble.service.models import Decoder, DecoderConfig, load, read_config
 from nybble.service.models.load import HeadQuantizer, block_modules
@@ -60,13 +63,17 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
     _set_up_compilation(config, device)
-    copy_bytes_per_s = measured_copy_rate(device)
+    copy_bytes_per_s = _copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
-    with open_checkpoint(folder, on_bytes) as checkpoint:
+    shared = device.type != "cpu" and shares_host_memory(device)
+    pin = device.type == "cuda"
+    with large_blocks_go_back(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
-        attention = _attention(target, dtype, model_config.head_dim, config.block_size)
+        attention, attention_passed = _attention(
+            target, device, dtype, model_config.head_dim, config.block_size
+        )
         head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, device)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
@@ -115,7 +122,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
             dense_build_seconds=model.dense_build_seconds,
         ),
         kernels=_reports(model),
-        selfcheck=selfcheck.passed,
+        selfcheck=selfcheck.passed | attention_passed,
         copy_bytes_per_s=copy_bytes_per_s,
         pci_address=pci_address(device),
     )
@@ -130,16 +137,37 @@ def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
         native.count_triton()
 
 
-def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+def _attention(
+    target: Target, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> tuple[AttentionBackend, dict[str, bool]]:
+    """The back end, and whether the paged one, where it was chosen, passed its self-check."""
+    passed: dict[str, bool] = {}
     choice = choose(target, dtype, head_dim, block_size)
+    if choice.backend.name == "triton" and device.type != "cpu":
+        problem = paged_problem(device, dtype, head_dim)
+        passed["attention"] = problem is None
+        if problem is not None:
+            log.error("self-check on %s %s: paged attention, %s", target.name, target.arch, problem)
+            choice = choose(
+                target, dtype, head_dim, block_size, {"triton": f"failed its self-check: {problem}"}
+            )
     for name, reason in choice.declined.items():
         log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
-    return choice.backend
+    return choice.backend, passed
 
 
 def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
     """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
     return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
+
+
+def _copy_rate(device: torch.device) -> float:
+    """What bandwidths are relative to, in a fraction of a second; gives its memory back."""
+    if device.type == "cpu":
+        return copy_rate(device, nbytes=64 << 20, least_s=0.05)
+    rate = copy_rate(device)
+    torch.cuda.empty_cache()
+    return rate
 
 
 def _device(name: str) -> torch.device:
@@ -202,10 +230,7 @@ def _head_quantizer(
 
 def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
     """A tensor nobody asked for means that the file describes another model than config.json does."""
-    tied = ("lm_head.",) if model.tie_word_embeddings else ()
-    unread = [
-        n for n in checkpoint.unread() if not n.startswith(tied) and not n.endswith("rotary_emb.inv_freq")
-    ]
+    unread = checkpoint.unread()
     if unread:
         shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         raise CheckpointError(

@@ -70,11 +70,11 @@ class DecoderConfig:
 
 
 def _attention_bias(c: Raw) -> bool:
-    return bool(c.get("attention_bias", False))
+    return _flag(c, "attention_bias")
 
 
 def _mlp_bias(c: Raw) -> bool:
-    return bool(c.get("mlp_bias", False))
+    return _flag(c, "mlp_bias")
 
 
 def _always(value: bool) -> Callable[[Raw], bool]:
@@ -88,7 +88,7 @@ def _window_everywhere(c: Raw, layers: int) -> tuple[int | None, ...]:
 def _window_from_layer(c: Raw, layers: int) -> tuple[int | None, ...]:
     """Qwen: sliding windows only when use_sliding_window, then as layer_types say, or from max_window_layers on."""
     window = _window(c)
-    if not c.get("use_sliding_window") or window is None:
+    if not _flag(c, "use_sliding_window") or window is None:
         return (None,) * layers
     first = int(c.get("max_window_layers", layers))
     return _windows_by_type(c, window, ["full_attention"] * first + ["sliding_attention"] * (layers - first))
@@ -126,7 +126,11 @@ def _windows_by_type(c: Raw, window: int, default: list[str]) -> tuple[int | Non
 
 
 def _window(c: Raw) -> int | None:
-    return None if c.get("sliding_window") is None else _positive(c, "sliding_window")
+    """None also where the window is as wide as the longest context."""
+    if c.get("sliding_window") is None:
+        return None
+    window = _positive(c, "sliding_window")
+    return window if window < _positive(c, "max_position_embeddings") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ def _sqrt_hidden(c: Raw) -> float:
 
 
 def _query_scalar(c: Raw, head_dim: int) -> float:
-    return float(_number(c, "query_pre_attn_scalar", None) ** -0.5)
+    return float(_positive(c, "query_pre_attn_scalar") ** -0.5)
 
 
 _QWEN_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
@@ -313,10 +317,10 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=max_positions,
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6, most=_MOST_EPS),
         rope=rope,
         window_rope=window_rope,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         qkv_bias=arch.qkv_bias(raw),
         o_bias=arch.o_bias(raw),
         mlp_bias=arch.mlp_bias(raw),
@@ -337,6 +341,8 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
     )
 
 
+# No model's is above a few 1e-5; a larger one would drown what is normalised.
+_MOST_EPS = 1e-2
 # The spellings of each activation in config.json.
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
@@ -378,16 +384,31 @@ def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) ->
     return value
 
 
+def _flag(fields: Mapping[str, Any], field: str) -> bool:
+    value = fields.get(field)
+    if value not in (None, True, False):
+        raise ConfigError(f"config.json: {field} is {_short(value)}: accepted true or false")
+    return bool(value)
+
+
 def _optional_number(fields: Mapping[str, Any], field: str) -> float | None:
     return None if fields.get(field) is None else _number(fields, field, None)
 
 
-def _number(fields: Mapping[str, Any], field: str, default: float | None, where: str = "") -> float:
+def _number(
+    fields: Mapping[str, Any], field: str, default: float | None, where: str = "", most: float = math.inf
+) -> float:
     value = fields.get(field)
     if value is None:
         value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {where}{field} is {value!r}: accepted a positive number")
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not 0 < value < math.inf
+        or value > most
+    ):
+        limit = f" up to {most:g}" if most < math.inf else ""
+        raise ConfigError(f"config.json: {where}{field} is {value!r}: accepted a positive number{limit}")
     return float(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -41,6 +42,10 @@ class WeightSource(Protocol):
     def linear(self, module: str, n: int, k: int) -> W4A16Weight | torch.Tensor: ...
 
     def bias(self, module: str) -> torch.Tensor | None: ...
+
+    def expect(self, wanted: Sequence[str]) -> None:
+        """The modules and tensors that will be asked for, in order."""
+        ...
 
     def has(self, module: str) -> bool:
         """Whether there is a weight, quantised or not, for this linear module."""
@@ -131,6 +136,7 @@ class _Loader:
 
     def decoder(self, max_positions: int, quantize_head: HeadQuantizer | None) -> Decoder:
         c = self.config
+        self.source.expect([EMBEDDING, HEAD, FINAL_NORM, *self.block_order()])
         # The largest tensors first: while one is on its way to the device, little else is there yet.
         embedding = self.plain(EMBEDDING, c.vocab_size, c.hidden_size).to(self.device, self.dtype)
         head = self.head(embedding, quantize_head)
@@ -146,12 +152,27 @@ class _Loader:
         ropes = [self.ops.rope(rope, max_positions, self.dtype, self.device) for rope in configs]
         return Decoder(c, embedding, blocks, norm, head, ropes, self.attention, self.ops)
 
+    def block_order(self) -> list[str]:
+        """Modules and tensors of all blocks in the order in which `block` reads them."""
+        c = self.config
+        names = [f"{name}.weight" for name in (_POST_NORMS if c.post_norms else _NORMS).values()]
+        for kind, (modules, _) in self.fused.items():
+            names += modules
+            if kind == "qkv" and c.qk_norm:
+                names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+        return [f"model.layers.{i}.{name}" for i in range(c.layers) for name in names]
+
     def plain(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self.source.tensor(name)
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise CheckpointError(
                 f"tensor {name}: given {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, accepted a "
                 f"floating {list(shape)} by config.json: the two do not belong together"
+            )
+        # The sum tells, without a second tensor of that size.
+        if not math.isfinite(float(tensor.sum(dtype=torch.float32))):
+            raise CheckpointError(
+                f"tensor {name} holds values that are not finite (inf or nan): fetch it again"
             )
         return tensor
 

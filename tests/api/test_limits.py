@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -36,6 +37,25 @@ def test_a_body_in_chunks_is_measured_too(http: httpx.Client) -> None:
     response = http.post("/v1/completions", content=chunks())
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_on_regardless_still_gets_the_answer(server_url: str, chunked: bool) -> None:
+    """And with it the end of the connection, though it never stops sending."""
+    host, port = server_url.removeprefix("http://").split(":")
+    framing = "Transfer-Encoding: chunked" if chunked else "Content-Length: 30000000"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{framing}\r\n\r\n"
+    piece = b"f4240\r\n" + b"x" * 1_000_000 + b"\r\n" if chunked else b"x" * 1_000_000
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(head.encode())
+        for _ in range(30):
+            connection.sendall(piece)
+        if chunked:
+            connection.sendall(b"0\r\n\r\n")
+        received = b""
+        while data := connection.recv(4096):
+            received += data
+    assert received.startswith(b"HTTP/1.1 413 ") and b'"body_too_large"' in received
 
 
 async def test_the_limit_is_exact(codec: TextCodec) -> None:

@@ -32,7 +32,9 @@ def write(tmp_path: Path) -> Write:
         if quantization is not None:
             config["quantization_config"] = quantization
         (tmp_path / "config.json").write_text(json.dumps(config))
-        save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {name: t.contiguous().clone() for name, t in tensors.items()}, tmp_path / "model.safetensors"
+        )
         return tmp_path
 
     return write_folder

@@ -74,6 +74,45 @@ def test_index_names_a_tensor_its_file_lacks(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
+def test_a_file_that_the_index_does_not_name_is_not_there(sharded: Path) -> None:
+    """Left over from another version: its tensors count for nothing, even under names that are expected."""
+    save_file(
+        {"model.norm.weight": torch.zeros(256), "stray": torch.zeros(1)}, sharded / "model-old.safetensors"
+    )
+    (sharded / "adapter.safetensors").write_bytes(b"not even complete")
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert parts.names() == whole.names()
+        assert torch.equal(parts.tensor("model.norm.weight"), whole.tensor("model.norm.weight"))
+
+
+def test_a_tensor_that_the_index_gives_to_another_file_is_read_from_there(sharded: Path) -> None:
+    first = sharded / "model-00001-of-00002.safetensors"
+    tensors = load_file(first) | {"model.norm.weight": torch.zeros(256)}
+    save_file(tensors, first)
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert torch.equal(parts.tensor("model.norm.weight"), whole.tensor("model.norm.weight"))
+
+
+def test_an_index_beats_a_whole_file_beside_it(sharded: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(256)}, sharded / "model.safetensors")
+    with open_checkpoint(sharded) as parts, open_checkpoint(DATA) as whole:
+        assert parts.names() == whole.names()
+
+
+def test_a_whole_file_beats_an_index_all_of_whose_files_are_gone(sharded: Path) -> None:
+    for path in sharded.glob("model-0*.safetensors"):
+        path.unlink()
+    shutil.copy(DATA / "model.safetensors", sharded)
+    with open_checkpoint(sharded) as found, open_checkpoint(DATA) as whole:
+        assert found.names() == whole.names()
+
+
+def test_an_index_of_pickles_is_refused(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
+    with pytest.raises(CheckpointError, match="accepted a .safetensors file \\(pickles are never opened\\)"):
+        open_checkpoint(sharded)
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}']
 )
@@ -117,7 +156,9 @@ def test_16_bit_folder_says_how_to_quantise(write: Any) -> None:
 
 
 def test_unknown_quant_method_lists_the_known_ones(write: Any) -> None:
-    with pytest.raises(CheckpointError, match="given 'bitsandbytes', accepted compressed-tensors, gptq, awq"):
+    with pytest.raises(
+        CheckpointError, match="given 'bitsandbytes', accepted compressed-tensors, gptq, awq, auto-round"
+    ):
         open_checkpoint(write({"quant_method": "bitsandbytes"}, {"a": torch.zeros(1)}))
 
 
@@ -150,18 +191,63 @@ class TestResolve:
         with pytest.raises(CheckpointError, match="no config.json in this folder"):
             resolve(str(tmp_path))
 
-    def test_gguf_file_says_how_to_quantise(self, tmp_path: Path) -> None:
+    @pytest.fixture
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "nybble" / "gguf"
+
+    def test_gguf_file_is_converted_once(
+        self, gguf_file: Path, cache: Path, tmp_path: Path, caplog: Any
+    ) -> None:
+        caplog.set_level("INFO", "nybble")
+        shutil.copy(gguf_file, tmp_path / "m.gguf")
+        first = resolve(str(tmp_path / "m.gguf"), progress=False)
+        assert first.parent == cache and first.name.startswith("m-") and (first / "tokenizer.json").is_file()
+        assert (
+            "converting once into" in caplog.text
+            and "Q8_0 layers dequantised and rounded to int4 anew" in caplog.text
+        )
+        made = (first / "model.safetensors").stat().st_mtime_ns
+        assert resolve(str(tmp_path), progress=False) == first, "a folder that holds just this file"
+        assert (first / "model.safetensors").stat().st_mtime_ns == made
+        (tmp_path / "m.gguf").touch()
+        assert resolve(str(tmp_path / "m.gguf"), progress=False) != first, "another file under the same name"
+
+    def test_a_folder_of_several_ggufs(self, tmp_path: Path) -> None:
+        for name in "ab":
+            (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+        with pytest.raises(CheckpointError, match=r"2 GGUF files \(a.gguf, b.gguf ...\); give one of them"):
+            resolve(str(tmp_path))
+
+    def test_a_file_that_is_no_gguf(self, tmp_path: Path) -> None:
+        (tmp_path / "m.bin").write_bytes(b"PK\x03\x04 a pickle in a zip file")
+        with pytest.raises(CheckpointError, match="m.bin: a file that is no GGUF file; accepted"):
+            resolve(str(tmp_path / "m.bin"))
+
+    def test_a_damaged_gguf(self, tmp_path: Path, cache: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
-        with pytest.raises(
-            CheckpointError, match="m.gguf: a file; accepted a folder. Make one with `nybble quantize"
-        ):
+        with pytest.raises(CheckpointError, match="m.gguf: not a complete GGUF file"):
             resolve(str(tmp_path / "m.gguf"))
+        assert not list(cache.glob("*")), "nothing half-made"
+
+    def test_one_gguf_of_a_hub_repository(
+        self, gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        def download(repo: str, file: str) -> str:
+            asked.append((repo, file))
+            return str(gguf_file)
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        assert resolve("org/name/sub/m-Q8_0.gguf", progress=False).parent == cache
+        assert asked == [("org/name", "sub/m-Q8_0.gguf")]
 
     @pytest.mark.parametrize("name", ["nothing", "./no/folder", "/no/folder", "a/b/c", ""])
     def test_neither_folder_nor_hub_id(self, name: str) -> None:
         with pytest.raises(
             CheckpointError,
-            match="no such folder; accepted a folder, a hub id such as org/name, or `demo`|no config.json",
+            match="no such folder; accepted a folder, a GGUF file, a hub id such as org/name, or `demo`|no config.json",
         ):
             resolve(name)
 

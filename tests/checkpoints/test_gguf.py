@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, Qwen2Tokenizer
 
-from nybble.service.checkpoints.gguf import QWEN2_PATTERN, GgufSource
+from nybble.service.checkpoints.gguf import GgufSource
+from nybble.service.checkpoints.gguf_tokenizer import QWEN2_PATTERN
 from nybble.service.errors import CheckpointError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -80,10 +81,11 @@ def test_qwen2_pattern_is_the_one_transformers_uses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre: given 'deepseek-llm', accepted smollm, gpt-2, qwen2"),
-        ({"tokenizer_model": "llama"}, "tokenizer.ggml.model: given 'llama', accepted gpt2"),
+        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre: given 'deepseek-llm', accepted gpt-2, smollm, "),
+        ({"tokenizer_model": "t5"}, "tokenizer.ggml.model: given 't5', accepted gpt2 .* or llama"),
+        ({"tokenizer_model": "llama"}, "no key tokenizer.ggml.scores"),
     ],
-    ids=["pre-tokenizer", "kind"],
+    ids=["pre-tokenizer", "kind", "no scores"],
 )
 def test_unknown_tokenizers_are_refused(
     gguf_writer: Any, tmp_path: Path, folder_16_bit: Path, keys: dict[str, Any], message: str
@@ -98,13 +100,14 @@ def test_unknown_tokenizers_are_refused(
     [
         ({"arch": "mamba"}, "general.architecture: given 'mamba', accepted llama, qwen2, qwen3"),
         (
-            {"llama__rope__scaling__type": "yarn"},
-            "llama.rope.scaling.type: given 'yarn', accepted a model without it",
+            {"llama__rope__scaling__type": "dynamic"},
+            "llama.rope.scaling.type: given 'dynamic', accepted none, linear or yarn",
         ),
-        ({"llama__expert_count": 8}, "llama.expert_count: given 8"),
+        ({"llama__expert_count": 8}, "llama.expert_count: given 8, accepted a model without it"),
+        ({"split__count": 3}, "split.count: given 3, accepted one file"),
         ({"llama__rope__dimension_count": 16}, "llama.rope.dimension_count: given 16, accepted 32"),
     ],
-    ids=["architecture", "rope scaling", "experts", "partial rotary"],
+    ids=["architecture", "rope scaling", "experts", "parts", "partial rotary"],
 )
 def test_what_is_not_understood_is_refused_by_name(
     gguf_writer: Any, tmp_path: Path, folder_16_bit: Path, keys: dict[str, Any], message: str
@@ -117,9 +120,9 @@ def test_what_is_not_understood_is_refused_by_name(
 def test_a_tensor_that_is_not_understood_is_refused_by_name(
     gguf_writer: Any, tmp_path: Path, folder_16_bit: Path
 ) -> None:
-    tensors = load_file(folder_16_bit / "model.safetensors") | {"rope_freqs.weight": torch.ones(16)}
+    tensors = load_file(folder_16_bit / "model.safetensors") | {"mm.0.weight": torch.ones(16)}
     gguf_writer(tmp_path / "m.gguf", tensors)
-    with pytest.raises(CheckpointError, match="tensor rope_freqs.weight is not part of a plain llama model"):
+    with pytest.raises(CheckpointError, match="tensor mm.0.weight is not part of a plain llama model"):
         GgufSource(tmp_path / "m.gguf")
 
 

@@ -55,7 +55,9 @@ def test_gguf_is_read_back(gguf_file: Path, folder_16_bit: Path, tmp_path: Path)
         for module, (n, k) in _linears(folder_16_bit).items():
             w = original[f"{module}.weight"].float()
             assert (dequantize(checkpoint.linear(module, n, k)) - w).norm() < 0.2 * w.norm()
-        assert checkpoint.tensor("model.embed_tokens.weight").dtype == torch.bfloat16
+        assert checkpoint.tensor("model.embed_tokens.weight").dtype == torch.float32, (
+            "Q8_0 is not exact in 16 bits"
+        )
 
 
 def test_side_files_are_kept_byte_for_byte(folder_16_bit: Path, tmp_path: Path) -> None:

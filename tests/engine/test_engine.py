@@ -365,6 +365,23 @@ def test_a_scored_prompt_has_the_logprobs_that_generating_it_had(engine, config)
         assert other.stats().preemptions > 0
 
 
+def test_a_prompt_that_is_preempted_while_it_is_scored_is_scored_once():
+    prompts = [p["input_ids"] for p in reference()]
+    first, second = list(prompts[0][:20]), (list(prompts[1]) * 4)[:50]
+    wanted = scores(make(), request("b", second, 1, prompt_logprobs=1))["b"]
+    # Blocks of 4 tokens: room for both prompts, not for what the first one generates meanwhile.
+    small = make(block_size=4, kv_cache_bytes=19 * 4 * 2 * 2 * 64 * 2 * 4, prefill_tokens_busy=3)
+    small.add(request("a", first, 40))
+    small.step()
+    small.add(request("b", second, 1, prompt_logprobs=1))
+    found = []
+    while small.has_work:
+        found += [out.prompt_logprobs for out in small.step() if out.prompt_logprobs]
+    assert small.stats().preemptions > 0
+    assert [[t.token_id for t in tokens] for tokens in found] == [second[1:]]
+    assert flat(found[0]) == pytest.approx(flat(wanted), abs=2e-4)
+
+
 def test_a_prompt_can_be_scored_without_generating(engine):
     prompt = reference()[0]["input_ids"][:9]
     engine.add(request("a", prompt, 0, prompt_logprobs=0))

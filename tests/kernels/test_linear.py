@@ -15,6 +15,7 @@ from nybble.kernels.linear import (
 )
 from nybble.kernels.linear.cpu import CpuExact, CpuInt4
 from nybble.kernels.linear.general import General
+from nybble.kernels.packing import unpack_rows
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import Target, cpu_target
 
@@ -202,3 +203,17 @@ def test_the_routed_and_counted_call_compiles_into_one_graph():
     for m in (4, 9):
         x = torch.randn(m, 128)
         torch.testing.assert_close(compiled(x), layer(x) * 2)
+
+
+@pytest.mark.parametrize("n", [16, 48, 64, 80, 128, 720], ids=lambda n: f"N-{n}")
+@pytest.mark.parametrize("k", [32, 64, 1088], ids=lambda k: f"K-{k}")
+@pytest.mark.parametrize("blocks", ["fast", "torch's"])
+def test_the_cpu_layout_is_torchs_own(n, k, blocks, monkeypatch):
+    """Whole blocks and ragged ends, by our packing and by torch's alone."""
+    from nybble.kernels.linear import cpu
+
+    if blocks != "fast":
+        monkeypatch.setattr(cpu, "block_rows", lambda: 0)
+    q = make_weight(n, k, 32, symmetric=True).q
+    expected = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_rows(q).to(torch.int32), 1)
+    assert torch.equal(cpu.pack_for_cpu(q), expected)

@@ -1,5 +1,7 @@
 """The csrc kernel's launcher without a GPU: plans, programs, what is refused and how."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from weights import make_weight
@@ -42,13 +44,28 @@ def test_small_layers_split_k_and_large_ones_do_not(target):
 
 @TARGETS
 def test_a_layer_needs_few_programs(target):
-    programs = skinny.programs_for(target, torch.bfloat16, 128, True, shapes=[(4096, 4096)])
+    programs = skinny.programs_for(target, torch.bfloat16, 128, True, [torch.bfloat16], [(4096, 4096)])
     assert 2 <= len(programs) <= 5
     assert len(set(programs)) == len(programs)
     for program in programs:
         assert {"NYBBLE_TYPE=BFloat", "NYBBLE_SCALE=BFloat", "NYBBLE_GROUP=128", "NYBBLE_ZEROS=0"} <= set(
             program.defines
         )
+
+
+@TARGETS
+def test_programs_compiled_ahead_are_those_that_calls_need(target):
+    """Also where the chip's size is not known: `nybble warm`."""
+    unknown = replace(target, compute_units=0)
+    ahead = set(skinny.programs_for(unknown, torch.bfloat16, 64, False))
+    for n, k in SHAPES:
+        if k % 64:
+            continue
+        for m in range(1, 17):
+            plan = skinny.plan_for(target, m, n, k, 64, 2, True)
+            if target.is_rdna:
+                assert plan.program(torch.bfloat16, torch.float16, 64, True) in ahead
+                assert plan.program(torch.bfloat16, torch.bfloat16, 64, True) in ahead
 
 
 def test_other_chips_and_rows_are_refused_in_words():

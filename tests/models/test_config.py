@@ -44,6 +44,8 @@ LLAMA = {
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "knee": 1}}, "field not understood: knee"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small': accepted a positive number"),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5: accepted a positive number up to 0.01"),
+        ({"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no": accepted true or false'),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": [1]}, r"rope_theta is \[1\]"),
         ({"rope_parameters": "default"}, 'rope_parameters is "default": accepted an object'),
@@ -126,9 +128,11 @@ def test_what_config_json_leaves_out_is_what_the_architecture_says():
     explicit = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None}
     plain = read_config(GEMMA3 | {"architectures": ["Gemma2ForCausalLM"]} | explicit)
     assert (plain.attention_softcap, plain.logit_softcap, plain.windows) == (None, None, (None, None))
-    assert read_config(LLAMA | {"architectures": ["MistralForCausalLM"]}).windows == (4096, 4096)
+    assert read_config(MISTRAL | {"max_position_embeddings": 8192}).windows == (4096, 4096)
+    assert read_config(MISTRAL).windows == (None, None), "a window as wide as the context is none"
 
 
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"]}
 LONGROPE = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 

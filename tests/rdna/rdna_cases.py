@@ -19,9 +19,7 @@ WORKER = HERE / "rdna_worker.py"
 
 def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[str, Any]]:
     """Results of `rdna_worker.py` for the cases, in order; a worker that stops takes its error along."""
-    path = os.pathsep.join([str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     shares = [cases[i::processes] for i in range(processes)]
     workers = [
         subprocess.Popen(
@@ -72,6 +70,7 @@ def case_id(case: dict[str, Any]) -> str:
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
+needs_clang = pytest.mark.skipif(shutil.which("clang++-22") is None, reason="clang++-22 is not on PATH")
 needs_emulator = pytest.mark.skipif(
     not (os.environ.get("RDNA_TINYGRAD") and shutil.which("clang-22")),
     reason="RDNA_TINYGRAD is not set, or clang-22 is not on PATH: no RDNA emulator here",

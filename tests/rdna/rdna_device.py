@@ -26,6 +26,9 @@ from triton.runtime.jit import JITFunction
 
 from nybble.kernels import launch as launchers
 from nybble.kernels.linear import triton_skinny
+from nybble.kernels.linear.skinny import Plan
+from nybble.kernels.native import compile_offline
+from nybble.kernels.skinny_layout import SkinnyWeight
 from nybble.kernels.target import Target
 
 TARGETS = {
@@ -42,10 +45,14 @@ COMPUTE_UNITS = {"gfx1100": 96, "gfx1151": 40, "gfx1201": 64, "gfx942": 304, "sm
 
 @dataclass
 class Launch:
-    """One kernel launch: what was compiled, and what running it executed (empty when it was only compiled)."""
+    """One kernel launch: what was compiled, and what running it executed (empty when it was only compiled).
+
+    compiled: Triton's compiled kernel, or an AMD code object of csrc with its dynamic LDS in `lds_bytes`.
+    """
 
     kernel: str
     compiled: Any
+    lds_bytes: int = 0
     executed: dict[str, int] = field(default_factory=dict)
     unreplicated: int = 0
 
@@ -145,6 +152,51 @@ def bytes_of(t: torch.Tensor) -> Any:
     return whole[start : start + (last + 1) * size].numpy()
 
 
+def run_csrc(
+    arch: str,
+    plan: Plan,
+    x: torch.Tensor,
+    w: SkinnyWeight,
+    bias: torch.Tensor | None,
+    *,
+    run: bool,
+    schedule: dict[str, Any],
+    gate: str | None = None,
+) -> tuple[torch.Tensor, Launch]:
+    """y (NaN where nothing was written) and the launch of csrc's kernel, with the arguments of its real launcher."""
+    m, k = x.shape
+    n = w.n
+    zeros = w.zeros is not None
+    program = plan.program(x.dtype, w.scales.dtype, w.group_size, zeros, gate)
+    code = compile_offline(program, arch)
+    lds_bytes = plan.shared_bytes(k, w.group_size, w.scales.element_size(), zeros)
+    launch = Launch(program.entry, code, lds_bytes)
+    y = torch.full((m, n if gate is None else n // 2), float("nan"), dtype=x.dtype)
+    if not run:
+        return y, launch
+    from rdna_emulator import run_kernel
+
+    partial = torch.full((plan.splits, m, n), float("nan")) if plan.splits > 1 else None
+    counters = torch.zeros(plan.blocks(n), dtype=torch.int32) if plan.splits > 1 else None
+    tensors = (x, w.words, w.scales, w.zeros, bias, y, partial, counters)
+    strides = (0 if t is None else t.stride(0) * t.element_size() for t in (x, w.words, w.scales, w.zeros))
+    passed = [None if t is None else bytes_of(t) for t in tensors]
+    result = run_kernel(
+        code,
+        program.entry,
+        (plan.blocks(n), plan.splits),
+        (32 * plan.waves,),
+        [*passed, m, n, k, *strides, plan.splits],
+        lds_bytes=lds_bytes,
+        **schedule,
+    )
+    passed[5][:] = result.outputs[5]
+    if counters is not None:
+        assert not result.outputs[7].any(), "counters are not back at 0"
+    launch.executed, launch.unreplicated = result.executed, result.unreplicated
+    return y, launch
+
+
 def counts(executed: dict[str, int]) -> dict[str, int]:
     """Executed wave instructions by class."""
     classes = {"wmma": 0, "valu": 0, "lds": 0, "all": sum(executed.values())}
@@ -161,16 +213,16 @@ def counts(executed: dict[str, int]) -> dict[str, int]:
 def resources(launch: Launch) -> Resources:
     """Registers, spills, scratch and LDS of a compiled launch, read from its code object."""
     compiled = launch.compiled
-    if "hsaco" in compiled.asm:
-        blob = compiled.asm["hsaco"]
-        code = CodeObject(blob)
-        meta = code.kernel(compiled.metadata.name).meta
+    if isinstance(compiled, bytes) or "hsaco" in compiled.asm:
+        code = CodeObject(compiled if isinstance(compiled, bytes) else compiled.asm["hsaco"])
+        name = launch.kernel if isinstance(compiled, bytes) else compiled.metadata.name
+        meta = code.kernel(name).meta
         start, size = code.text
         return Resources(
             registers=meta[".vgpr_count"],
             spills=meta.get(".vgpr_spill_count", 0) + meta.get(".sgpr_spill_count", 0),
             scratch_bytes=meta[".private_segment_fixed_size"],
-            lds_bytes=compiled.metadata.shared,
+            lds_bytes=launch.lds_bytes if isinstance(compiled, bytes) else compiled.metadata.shared,
             code_sha256=hashlib.sha256(bytes(code.image[start : start + size])).hexdigest(),
         )
     return _cuda_resources(compiled)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from rdna_device import Launch, bytes_of, pretend
-from weights import make_weight
+from rdna_device import Launch, pretend
 
-from nybble.kernels import skinny_layout
 from nybble.kernels.attention import triton_paged
 from nybble.kernels.fused import activation, kv_write, norm
-from nybble.kernels.linear import linear_reference, skinny
-from nybble.kernels.native.compilers import Clang
-from nybble.kernels.native.program import csrc
-from nybble.kernels.target import Target
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Result = tuple[torch.Tensor, torch.Tensor, list[Launch]]
@@ -106,52 +99,4 @@ def gate(case: dict[str, Any]) -> Result:
     return y, activation.gated_reference(x, bias, interleaved, name), launches
 
 
-def csrc_gemm(case: dict[str, Any]) -> Result:
-    """The csrc skinny kernel, case["gate"] applied in it or None, through clang and the emulator without its launcher."""
-    from rdna_code_object import CodeObject
-    from rdna_emulator import run_kernel
-
-    arch, dtype = case["arch"], DTYPES[case["dtype"]]
-    m, n, k, g, gate = (case[name] for name in ("m", "n", "k", "g", "gate"))
-    gen = torch.Generator().manual_seed(m + n)
-    weight = make_weight(n, k, g, case["symmetric"])
-    packed = skinny_layout.pack(weight, arch=arch, scale_dtype=dtype)
-    x, bias = torch.randn(m, k, generator=gen).to(dtype), torch.randn(n, generator=gen).to(dtype)
-    plan = replace(
-        skinny.plan_for(Target("rocm", arch, "", 40, 65536), m, n, k, g, 2, packed.zeros is not None),
-        splits=case.get("splits", 1),
-    )
-    program = plan.program(dtype, dtype, g, packed.zeros is not None, gate)
-    code = Clang().compile(program, csrc(), arch)
-    y = torch.zeros(m, n // (2 if gate else 1), dtype=dtype)
-    words, scales, zeros = packed.words, packed.scales, packed.zeros
-    strides = [t.stride(0) * t.element_size() for t in (x, words, scales)]
-    strides.append(0 if zeros is None else zeros.stride(0) * 4)
-    tensors = [
-        x,
-        words,
-        scales,
-        zeros,
-        bias,
-        y,
-        torch.zeros(plan.splits, m, n),
-        torch.zeros(4096, dtype=torch.int32),
-    ]
-    arrays = [None if t is None else bytes_of(t) for t in tensors]
-    result = run_kernel(
-        code,
-        program.entry,
-        (plan.blocks(n), plan.splits),
-        (32 * plan.waves,),
-        [*arrays, m, n, k, *strides, plan.splits],
-        lds_bytes=CodeObject(code).kernel(program.entry).group,
-        **case.get("schedule", {}),
-    )
-    bytes_of(y)[:] = result.outputs[5]
-    reference = linear_reference(x, weight, bias)
-    if gate:
-        reference = activation.gated_reference(reference.unsqueeze(0), None, True, gate)
-    return y, reference, []
-
-
-RUNNERS = {"csrc": csrc_gemm, "attention": attention, "add_norm": add_norm, "write": write, "gate": gate}
+RUNNERS = {"attention": attention, "add_norm": add_norm, "write": write, "gate": gate}

@@ -15,13 +15,15 @@ from typing import Any
 
 import rdna_layer
 import torch
-from rdna_device import Launch, counts, pretend, resources
+from rdna_device import Launch, counts, pretend, resources, run_csrc
 
 from nybble.kernels.fused.activation import gated_reference
 from nybble.kernels.linear import operands, triton_kn, triton_skinny
+from nybble.kernels.linear import skinny as csrc_skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
+from nybble.kernels.target import Target
 from nybble.kernels.testing import TOLERANCE, errors
 from nybble.kernels.tiles import Tile
 
@@ -93,10 +95,45 @@ def skinny_gated(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list
     return y, gated_reference(both, None, True, name), launches
 
 
+def csrc(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """(result, reference, launches) of csrc's kernel as clang compiles it, with the plan that its launcher makes."""
+    x, weight, bias = problem(case)
+    scale_dtype = DTYPES.get(case.get("scales", ""), x.dtype)
+    packed = pack(weight, arch=case["arch"], scale_dtype=scale_dtype)
+    if "scales" in case:
+        weight = dataclasses.replace(weight, scales=packed.scales)
+    target = Target("rocm", case["arch"], "", case.get("units", 40), 65536)
+    plan = csrc_skinny.plan_for(
+        target,
+        case["m"],
+        weight.n,
+        weight.k,
+        weight.group_size,
+        scale_dtype.itemsize,
+        packed.zeros is not None,
+    )
+    plan = dataclasses.replace(plan, **case.get("plan", {}))
+    y, launch = run_csrc(
+        case["arch"],
+        plan,
+        x,
+        packed,
+        bias,
+        run=case.get("run", False),
+        schedule=case.get("schedule", {}),
+        gate=case.get("gate"),
+    )
+    reference = linear_reference(x, weight, bias)
+    if "gate" in case:
+        reference = gated_reference(reference.unsqueeze(0), None, True, case["gate"])
+    return y, reference, [launch]
+
+
 RUNNERS = {
     "skinny": skinny,
     "skinny_rdna": skinny,
     "kn": kn,
+    "csrc": csrc,
     "skinny_gated": skinny_gated,
     **rdna_layer.RUNNERS,
 }

@@ -48,9 +48,10 @@ SHAPES: dict[str, dict[str, Any]] = {
             "n": 80,
             "k": 512,
             "gate": gate,
-            "splits": splits,
+            "bias": m != 2,
+            "plan": {"splits": splits},
         }
-        for m, gate, splits in ((1, "silu", 1), (2, "gelu_tanh", 2), (5, "silu", 2), (3, None, 1))
+        for m, gate, splits in ((1, "silu", 1), (2, "gelu_tanh", 2), (5, "silu", 2))
     },
     "in-gemm": {
         "kernel": "skinny_gated",

@@ -408,7 +408,7 @@ def test_progress_in_a_log_is_a_line_now_and_then(caplog: pytest.LogCaptureFixtu
         progress.show(Loading("weights", step * 10**6, 10**8))
     lines = [record.getMessage() for record in caplog.records]
     assert 5 <= len(lines) <= 8
-    assert lines[-1] == "loading weights: 100 of 100 MB, 10 MB/s"
+    assert lines[-1] == "loading weights: 100 of 100 MB, 10 MB/s, 0 s left"
 
 
 def test_progress_on_a_terminal_is_a_bar(capsys: pytest.CaptureFixture[str]) -> None:

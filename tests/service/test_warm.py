@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from nybble.kernels.linear import skinny
 from nybble.kernels.native import offline
 from nybble.kernels.native.compilers import Clang
 from nybble.kernels.native.libraries import LibraryNotFound
@@ -38,9 +37,7 @@ def small_csrc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         asked.append((target.arch, str(dtype), group_size, symmetric))
         return (Program("swap.cpp", "swap", (f"NYBBLE_STEP={group_size}",)),)
 
-    skinny = ModuleType("nybble.kernels.linear.skinny")
-    skinny.programs_for = programs_for  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nybble.kernels.linear.skinny", skinny)
+    monkeypatch.setattr(skinny, "programs_for", programs_for)
     monkeypatch.setattr(offline, "csrc", lambda: Sources.read(CSRC))
     return asked
 
@@ -58,7 +55,7 @@ def test_a_line_for_each_program_and_a_total(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"gfx1151: 3 programs into {tmp_path / 'out'}"
     assert lines[1].split() == ["VGPRs", "SGPRs", "LDS", "scratch", "spills", "bytes", "s", "program"]
-    row = re.compile(r" +(\d+) +\d+ +256 +0 +0 +(\d+) +\d+\.\d\d  swap \(NYBBLE_STEP=(32|64|128)\)")
+    row = re.compile(r" +(\d+) +\d+ +256 +0 +0\+0 +(\d+) +\d+\.\d\d  swap \(NYBBLE_STEP=(32|64|128)\)")
     rows = [row.fullmatch(line) for line in lines[2:5]]
     assert all(rows)
     total = sum(int(match[2]) for match in rows if match)

@@ -137,6 +137,9 @@ class Source:
         assert shape == (n, k), (module, shape, n, k)
         return weight
 
+    def expect(self, wanted) -> None:
+        pass
+
     def has(self, module: str) -> bool:
         return module in self.weights
 
@@ -172,12 +175,12 @@ def twin(name: str, symmetric: bool = True, keep: tuple[str, ...] = (), seed: in
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # norms and biases that do something
-            source.tensors[parameter_name] = parameter
+            source.tensors[parameter_name] = parameter.detach()
         for module_name, module in model.named_modules():
             if not isinstance(module, torch.nn.Linear):
                 continue
             if module_name == "lm_head" or module_name.endswith(keep or ("-",)):
-                source.weights[module_name] = module.weight
+                source.weights[module_name] = module.weight.detach()
                 continue
             weight = round_to_int4(module.weight, symmetric)
             module.weight.copy_(dequantize(weight))

@@ -73,7 +73,7 @@ def test_clang_makes_code_objects(clang: Clang, program: Program, sources: Sourc
     assert (machine(code), found.mach) == (EM_AMDGPU, arch)
     resources = found.resources("swap")
     assert 0 < resources.vgprs <= 8 and resources.lds_bytes == 256
-    assert (resources.scratch_bytes, resources.spills) == (0, 0)
+    assert (resources.scratch_bytes, resources.vgpr_spills, resources.sgpr_spills) == (0, 0, 0)
     assert clang.compile(program, sources, arch) == code, "the same text makes the same bytes"
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from pretend_compiler import PretendCompiler
 
 from nybble.kernels.code_object import CodeObject
+from nybble.kernels.linear import skinny
 from nybble.kernels.native.build import Builder
 from nybble.kernels.native.cache import CodeCache
 from nybble.kernels.native.compilers import Clang, CompileError, Nvrtc
@@ -92,11 +94,6 @@ def test_chips_that_do_not_exist(arch: str) -> None:
 
 
 def test_programs_of_a_family_are_gathered_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    from types import ModuleType
-
-    import torch
-
     asked = []
 
     def programs_for(
@@ -105,9 +102,12 @@ def test_programs_of_a_family_are_gathered_once_each(monkeypatch: pytest.MonkeyP
         asked.append((target.arch, dtype, group_size, symmetric))
         return (Program("a.cpp", "a", (f"G={group_size}",)), Program("a.cpp", "reduce"))
 
-    skinny = ModuleType("nybble.kernels.linear.skinny")
-    skinny.programs_for = programs_for  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nybble.kernels.linear.skinny", skinny)
+    monkeypatch.setattr(skinny, "programs_for", programs_for)
     found = family_programs(STRIX, (torch.float16, torch.bfloat16), (32, 128), (True, False))
     assert len(asked) == len(set(asked)) == 8
     assert sorted(map(str, found)) == ["a (G=128)", "a (G=32)", "reduce"]
+
+
+def test_a_chip_that_csrc_is_not_for() -> None:
+    with pytest.raises(ValueError, match="gfx942"):
+        family_programs(offline_target("gfx942"), (torch.float16,), (32,), (True,))

@@ -1,0 +1,128 @@
+"""Captured decode on a real GPU: the same text as eager, and a device that neither compiles nor allocates under load."""
+
+import random
+
+import pytest
+import torch
+from model_folders import folders, prompts
+
+from nybble.kernels import native
+from nybble.service.engine import load
+from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def build(model, **config):
+    defaults = {"device": "cuda", "dtype": "float16", "kv_cache_bytes": 64 << 20, "max_running": 12}
+    return load.build_engine(EngineConfig(str(model), **(defaults | {"prefill_tokens": 128} | config)))
+
+
+def run(engine, requests):
+    tokens = {r.request_id: [] for r in requests}
+    for r in requests:
+        engine.add(r)
+    while engine.has_work:
+        for out in engine.step():
+            assert out.error is None, out.error
+            tokens[out.request_id] += [t.token_id for t in out.tokens]
+    return tokens
+
+
+def requests(asked, count, copies=1):
+    greedy = SamplingParams(count, temperature=0.0, ignore_eos=True)
+    return [
+        Request(f"{c}-{i}", tuple(p["input_ids"]), greedy, 0.0)
+        for c in range(copies)
+        for i, p in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
+def test_every_batch_size_is_captured_and_gives_eager_text(model, dtype, monkeypatch):
+    asked = requests(prompts(model), 24)
+    captured = build(model, dtype=dtype)
+    assert captured._runner.graphs.buckets == (1, 2, 4, 8, 12) and not captured.stats().graph_fallbacks
+    monkeypatch.setattr(load, "_capture", lambda device, attention: None)
+    eager = build(model, dtype=dtype)
+    assert run(captured, asked) == run(eager, asked)
+
+
+@pytest.mark.parametrize("model", folders()[:1], ids=lambda p: p.name)
+def test_the_text_is_the_references(model):
+    """float16 against float32: up to the first choice that is closer than float16 can tell."""
+    engine = build(model)
+    asked = prompts(model)
+    got = run(engine, requests(asked, 24))
+    for i, p in enumerate(asked):
+        close = [j for j, gap in enumerate(p["greedy_top1_top2_gap"][:24]) if gap < 0.03]
+        sure = close[0] if close else 24
+        assert got[f"0-{i}"][:sure] == p["greedy_ids"][:sure] and sure > 3
+
+
+def test_nothing_compiles_or_allocates_after_the_start():
+    """Random lengths, arrivals and batch sizes; the second round finds all memory that the first one left."""
+    model = folders()[0]
+    native.count_triton()
+    engine = build(model, prefill_tokens_busy=48)
+    vocab = engine.info.vocab_size
+
+    def load_it(seed):
+        rng = random.Random(seed)
+        pending = [
+            Request(
+                f"{seed}-{i}",
+                tuple(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 150))),
+                SamplingParams(rng.randrange(1, 30), temperature=0.0, ignore_eos=True),
+                0.0,
+            )
+            for i in range(60)
+        ]
+        while pending or engine.has_work:
+            for _ in range(rng.randrange(0, 3)):
+                if pending:
+                    engine.add(pending.pop())
+            engine.step()
+
+    compiled = native.JIT_RECORDER.counts()
+    load_it(1)
+    after_first = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    for seed in (2, 3):
+        load_it(seed)
+    torch.cuda.synchronize()
+    assert native.JIT_RECORDER.counts() == compiled, "compiled under load"
+    assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == after_first
+
+
+def test_a_capture_that_fails_in_the_middle_leaves_a_working_engine(monkeypatch):
+    """A real capture, broken by an operation that may not be captured, on one batch size."""
+    model = folders()[0]
+    expected = run(build(model), requests(prompts(model), 16))
+    captures = []
+
+    class Breaking(load.DeviceCapture):
+        def __call__(self, forward):
+            captures.append(1)
+            if len(captures) != 2:
+                return super().__call__(forward)
+
+            def waits():
+                logits = forward()
+                logits.sum().item()  # waits for the device: not permitted while capturing
+                return logits
+
+            return super().__call__(waits)
+
+    monkeypatch.setattr(load, "_capture", lambda device, attention: Breaking(device))
+    engine = build(model)
+    assert engine.stats().graph_fallbacks == {"capture_failed": 1}
+    assert engine._runner.graphs.buckets == (1, 2, 4, 12)
+    assert run(engine, requests(prompts(model), 16)) == expected
+
+
+def test_the_cache_is_as_large_as_planned():
+    engine = build(folders()[0])
+    attention = engine._runner.model.attention
+    assert attention.name == "triton"
+    assert attention.whole.nbytes == engine.info.memory.pools["kv_cache"]

@@ -118,11 +118,12 @@ def serve(flags: dict[str, Any]) -> None:
 
 
 def find_model(model: str) -> str:
-    """The folder of MODEL. A folder is taken as it is; anything else is found, or made, by a process of its own.
+    """The folder of MODEL. A model folder is taken as it is; anything else is found, or made, by a process of its own.
 
     Finding may convert weights, which needs torch; this process must stay without it.
     """
-    if Path(model).is_dir():
+    path = Path(model)
+    if path.is_dir() and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
         return model
     command = [sys.executable, "-P", "-m", "nybble.service", "resolve", model]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -193,6 +193,8 @@ def _dtype(name: str, model: DecoderConfig, device: torch.device) -> torch.dtype
     if name != "auto":
         if name not in DTYPES:
             raise ConfigError(f"--dtype is {name!r}: accepted auto, {', '.join(DTYPES)}")
+        if name == "float16" and model.post_norms:
+            log.warning("%s overflows float16: answers may break off; use bfloat16", model.architecture)
         return DTYPES[name]
     return torch.float16 if model.dtype == "float16" and device.type != "cpu" else torch.bfloat16
 

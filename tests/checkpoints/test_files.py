@@ -1,7 +1,10 @@
 """Folders: sharded, incomplete, damaged, and where a model name leads."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +292,25 @@ class TestResolve:
             "merges.txt",
             "chat_template.jinja",
         ]
+
+    def test_offline_a_model_comes_from_the_cache_alone(self, tmp_path: Path) -> None:
+        """Hugging Face's cache as its library lays it out; nothing is asked of the network."""
+        repo = tmp_path / "hub" / "models--org--name"
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        shutil.copytree(DATA, repo / "snapshots" / commit)
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text(commit)
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+        environment.pop("HF_HUB_CACHE", None)
+        script = (
+            "from nybble.service.checkpoints import resolve\n"
+            "from nybble.service.errors import CheckpointError\n"
+            "print(resolve('org/name'))\n"
+            "try:\n    resolve('org/other')\nexcept CheckpointError as error:\n    print(error.message)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        found, refused = run.stdout.splitlines()
+        assert found == str(repo / "snapshots" / commit)
+        assert refused.startswith("org/other: no such folder here, and the hub did not give it")

@@ -80,3 +80,15 @@ def test_sigterm_leaves_nothing_half_made(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
     assert caught.value.code == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_one_gguf_is_looked_into(tmp_path, monkeypatch):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    asked = []
+
+    def run(command, **kwargs):
+        asked.append(command[-2:])
+        return subprocess.CompletedProcess(command, 0, "/made/folder\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert cli.find_model(str(tmp_path)) == "/made/folder" and asked == [["resolve", str(tmp_path)]]

@@ -88,7 +88,7 @@ def make(folder: Path, gigabytes: float) -> None:
 
 def drop_cache(folder: Path) -> None:
     os.sync()
-    for path in folder.glob("*"):
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
@@ -116,11 +116,15 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
 
     import torch
 
-    from nybble.kernels.attention import backend_for
+    from nybble.kernels.attention import choose
     from nybble.kernels.target import default_device, detect, shares_host_memory, usable_cores
     from nybble.service.checkpoints import open_checkpoint
+    from nybble.service.checkpoints.prepacked import prepack, prepacked_layout
     from nybble.service.models import load, read_config
 
+    if mode == "prepacked" and not any(folder.glob("prepacked/*")):
+        prepack(folder)
+        return {}
     device = default_device() if device_name == "auto" else torch.device(device_name)
     torch.set_num_threads(usable_cores())
     target = detect(device)
@@ -140,7 +144,16 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
                 checkpoint.tensor(name)
         else:
             config = read_config(checkpoint.config, folder)
-            model = load(config, checkpoint, backend_for(target), torch.bfloat16, device, 4096)
+            if mode == "prepacked":
+                checkpoint.use_prepacked(prepacked_layout(target, torch.bfloat16))
+            model = load(
+                config,
+                checkpoint,
+                choose(target, torch.bfloat16, config.head_dim, 16).backend,
+                torch.bfloat16,
+                device,
+                4096,
+            )
             weights = model.nbytes
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -156,7 +169,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--modes", default="disk,read,load")
+    parser.add_argument("--modes", default="disk,read,load,prepacked")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--one", choices=MODES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -165,6 +178,8 @@ def main() -> None:
         return
     if not (args.folder / "config.json").is_file():
         make(args.folder, args.gigabytes)
+    if "prepacked" in args.modes:
+        subprocess.run([sys.executable, __file__, str(args.folder), "--one", "prepacked"], check=True)
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(args.runs):
         for mode in args.modes.split(","):

@@ -207,16 +207,18 @@ def prefill(engine: Engine, tokens: int) -> PrefillRow:
 def step_bytes(engine: Engine, batch: int, context: int) -> int:
     """Bytes that one decode step has to read: every layer, the head once, the keys and values of each sequence."""
     model = engine.runner.model
-    total = model.nbytes - model.embedding.nbytes
     head = model.head
-    shares = (
-        isinstance(head, (DenseLinear, RescoredHead)) and head.weight.data_ptr() == model.embedding.data_ptr()
-    )
-    if isinstance(head, RescoredHead):
-        # The int4 part whole; of its 16-bit rows only those of the best.
-        total += -head.weight.nbytes * (not shares) + batch * head.count * head.weight.shape[1] * 2
-    elif shares:
+    shared = 0
+    if isinstance(head, (DenseLinear, RescoredHead)) and head.weight.data_ptr() == model.embedding.data_ptr():
+        shared = head.weight.nbytes
+    total = model.nbytes - model.embedding.nbytes - (head.nbytes - shared)
+    if not isinstance(head, RescoredHead):
         total += head.nbytes
+    elif head.is_exact(batch):
+        total += head.weight.nbytes
+    else:
+        # The int4 part whole; of its 16-bit rows only those of the best.
+        total += head.screen.nbytes + batch * head.count * head.weight.shape[1] * head.weight.itemsize
     c = model.config
     per_token = 2 * c.layers * c.kv_heads * c.head_dim * model.embedding.dtype.itemsize
     return total + batch * context * per_token

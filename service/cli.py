@@ -157,6 +157,12 @@ def quantize(
     calibrate: Annotated[
         bool, typer.Option(help="Weigh rounding errors by activations measured on a short built-in text.")
     ] = True,
+    prepack: Annotated[
+        bool,
+        typer.Option(
+            "--prepack", help="Also save the layers as this machine's CPU keeps them: faster to load."
+        ),
+    ] = False,
 ) -> None:
     """Turn 16-bit or GGUF weights into a W4A16 folder (compressed-tensors)."""
     from nybble.service.checkpoints.quantize import QuantizeOptions
@@ -165,7 +171,7 @@ def quantize(
 
     configure_logging(LogConfig())
     tidy_on_sigterm()
-    run(src, dst, QuantizeOptions(group_size=int(group_size), symmetric=symmetric, calibrate=calibrate))
+    run(src, dst, QuantizeOptions(int(group_size), symmetric, calibrate, prepack))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from nybble.kernels.linear.backends import Broken, Selection, select
-from nybble.kernels.linear.config import LinearConfig, LinearKernel
+from nybble.kernels.linear.config import LinearConfig, LinearKernel, SavedWeight
 from nybble.kernels.linear.dense import dense_bytes, dense_copy
 from nybble.kernels.linear.recorder import RECORDER
 from nybble.kernels.linear.reference import dequantize, linear_reference
@@ -31,6 +31,7 @@ __all__ = [
     "LinearKernel",
     "Parts",
     "RouteRange",
+    "SavedWeight",
     "Selection",
     "W4A16Linear",
     "decide",
@@ -49,7 +50,8 @@ T = TypeVar("T")
 class W4A16Linear:
     """One int4 linear layer on one device.
 
-    weight  the logical weight; not kept: the kernel's prepared state is the only resident copy
+    weight  the logical weight, or the kernel's state as it was saved; not kept: the kernel's prepared state is the only
+            resident copy
     bias    [N] or None; kept in the activation type
     dtype   activation type
     kernel  None: the first of the target's table that fits
@@ -64,7 +66,7 @@ class W4A16Linear:
 
     def __init__(
         self,
-        weight: W4A16Weight,
+        weight: W4A16Weight | SavedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
@@ -74,7 +76,7 @@ class W4A16Linear:
         broken: Broken = frozenset(),
         label: str = "",
     ) -> None:
-        self.config = LinearConfig.of(weight, dtype)
+        self.config = weight.config if isinstance(weight, SavedWeight) else LinearConfig.of(weight, dtype)
         self.device = device
         self.target = detect(device) if target is None else target
         if kernel is None:
@@ -82,20 +84,38 @@ class W4A16Linear:
         else:
             self.selection = Selection(kernel, "asked for", {})
         self.kernel = self.selection.kernel
-        self.state = self.kernel.prepare(weight, self.config, device)
-        if bias is not None and tuple(bias.shape) != (weight.n,):
-            raise ValueError(f"bias: given {list(bias.shape)}, accepted [{weight.n}]")
+        if isinstance(weight, SavedWeight):
+            self.state = self._restored(weight)
+        else:
+            self.state = self.kernel.prepare(weight, self.config, device)
+        if bias is not None and tuple(bias.shape) != (self.config.n,):
+            raise ValueError(f"bias: given {list(bias.shape)}, accepted [{self.config.n}]")
         self.bias = None if bias is None else bias.to(device, dtype)
         self.available = tuple(p for p in self.kernel.paths if (self.kernel.name, p) not in broken)
         self.dense: torch.Tensor | None = None
         self.dense_build_seconds = 0.0
-        if dense and (self.kernel.name, "dense") not in broken:
+        if dense and isinstance(weight, W4A16Weight) and (self.kernel.name, "dense") not in broken:
             started = perf_counter()
             self.dense = dense_copy(weight, dtype, device, self.target)
             self.dense_build_seconds = perf_counter() - started
             self.available = (*self.available, "dense")
         self.label = label
         self._path_of_m: dict[int, str] = {}
+
+    def _restored(self, weight: SavedWeight) -> object:
+        if weight.layout != self.saved_layout():
+            raise ValueError(
+                f"saved weight: given layout {weight.layout}, accepted {self.saved_layout()} (kernel {self.kernel.name})"
+            )
+        return self.kernel.restore(weight.tensors, self.config, self.device)
+
+    def saved_layout(self) -> str | None:
+        """See LinearKernel.saved_layout."""
+        return self.kernel.saved_layout(self.config, self.target)
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """See LinearKernel.save."""
+        return self.kernel.save(self.state)
 
     @property
     def nbytes(self) -> int:

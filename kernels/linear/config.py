@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +36,15 @@ class LinearConfig:
         kind = "uint4b8" if self.symmetric else "uint4"
         order = ", act-order" if self.act_order else ""
         return f"[N={self.n}, K={self.k}] {kind} G={self.group_size} {str(self.dtype).removeprefix('torch.')}{order}"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeight:
+    """A layer's prepared state, as `LinearKernel.save` gave it, and the layout's name."""
+
+    config: LinearConfig
+    layout: str
+    tensors: Mapping[str, torch.Tensor]
 
 
 class LinearKernel(ABC):
@@ -77,6 +87,19 @@ class LinearKernel(ABC):
     @abstractmethod
     def nbytes(self, state: Any) -> int:
         """Resident bytes of a prepared state."""
+
+    def saved_layout(self, config: LinearConfig, target: Target) -> str | None:
+        """A name for the layout of prepared states, fit for a file name, where a state may be saved and restored by
+        another process: states of one name are interchangeable. None where they may not."""
+        return None
+
+    def save(self, state: Any) -> dict[str, torch.Tensor]:
+        """The state's tensors by name, of a kernel that has a `saved_layout`."""
+        raise ValueError(f"kernel {self.name} has no layout that may be saved")
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], config: LinearConfig, device: torch.device) -> Any:
+        """The state of `save`'s tensors. Raises ValueError when they are not of the config's shapes."""
+        raise ValueError(f"kernel {self.name} has no layout that may be saved")
 
     def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
         """The tile that `path` uses for M rows, in words, or None where there is none to choose."""

@@ -8,7 +8,7 @@ Zen 4: fp16 and fp32 activations cost 30 times the bf16 form).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -81,6 +81,27 @@ class CpuInt4(LinearKernel):
 
     def nbytes(self, state: CpuInt4State) -> int:
         return state.packed.nbytes + state.scales_and_zeros.nbytes
+
+    def saved_layout(self, config: LinearConfig, target: Target) -> str | None:
+        dtype = str(config.dtype).removeprefix("torch.")
+        return f"{self.name}-{block_rows()}-{dtype}" if block_rows() else None
+
+    def save(self, state: CpuInt4State) -> dict[str, torch.Tensor]:
+        return {"packed": state.packed, "scales_and_zeros": state.scales_and_zeros}
+
+    def restore(
+        self, tensors: Mapping[str, torch.Tensor], config: LinearConfig, device: torch.device
+    ) -> CpuInt4State:
+        shapes = {
+            "packed": ((config.n, config.k // 2), torch.uint8),
+            "scales_and_zeros": ((config.k // config.group_size, config.n, 2), config.dtype),
+        }
+        for name, (shape, dtype) in shapes.items():
+            t = tensors.get(name)
+            if t is None or tuple(t.shape) != shape or t.dtype is not dtype:
+                given = None if t is None else f"{t.dtype} {list(t.shape)}"
+                raise ValueError(f"saved {name}: given {given}, accepted {dtype} {list(shape)}")
+        return CpuInt4State(tensors["packed"], tensors["scales_and_zeros"], config.group_size)
 
 
 def pack_for_cpu(q: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 from nybble.service.checkpoints.auto_round import auto_round
 from nybble.service.checkpoints.awq import Awq
-from nybble.service.checkpoints.base import Checkpoint, Format
+from nybble.service.checkpoints.base import Checkpoint, Format, refused
 from nybble.service.checkpoints.compressed_tensors import CompressedTensors
 from nybble.service.checkpoints.files import PICKLES
 from nybble.service.checkpoints.gptq import Gptq
@@ -165,7 +165,7 @@ def _format_of(folder: Path, config: dict[str, Any]) -> Format:
     if method is None and "config_groups" in quantization:
         method = "compressed-tensors"  # its first releases did not say
     if not isinstance(method, str) or method not in FORMATS:
-        raise CheckpointError(f"{where}: quant_method: given {method!r}, accepted {', '.join(FORMATS)}")
+        raise refused(where, "quant_method", method, ", ".join(FORMATS))
     with well_formed(where):
         return FORMATS[method](quantization, where)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -9,14 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from nybble.kernels.linear import SavedWeight
 from nybble.kernels.packing import PER_WORD, W4A16Weight
-from nybble.service.checkpoints.files import TensorFiles
+from nybble.service.checkpoints.files import AHEAD_BYTES, TensorFiles
 from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN, read_json
+
+if TYPE_CHECKING:
+    from nybble.service.checkpoints.prepacked import Prepacked
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +96,8 @@ class Checkpoint:
         self._files = TensorFiles(folder, on_bytes, drop_cache, pin)
         self._modules: set[str] = set()
         self._said: set[str] = set()
+        self._prepacked: Prepacked | None = None
+        self._drop_cache = drop_cache
         scales = [name for name in self._files.names() if name.rpartition(".")[2] in KV_SCALES]
         if scales:
             self.say(
@@ -114,14 +122,41 @@ class Checkpoint:
         return name in self._files
 
     def expect(self, wanted: Sequence[str]) -> None:
-        """Say which modules and tensors will be asked for next, in order: they are read ahead."""
-        leaves: dict[str, list[str]] = {}
-        for name in self._files.names():
-            leaves.setdefault(name.rpartition(".")[0], []).append(name)
-        names = [
-            name for item in wanted for name in ([item] if item in self._files else leaves.get(item, ()))
-        ]
-        self._files.expect(dict.fromkeys(names))
+        """Say which modules, tensors and prepacked layers will be asked for next, in order: they are read ahead."""
+        saved = [item for item in wanted if self.has_saved(item)]
+        window_bytes = AHEAD_BYTES
+        if self._prepacked is not None:
+            window_bytes //= 2
+            self._prepacked.expect(saved, window_bytes)
+        rest = [item for item in wanted if not self.has_saved(item)]
+        names = [n for item in rest for n in ([item] if item in self._files else self._files.names_of(item))]
+        self._files.expect(dict.fromkeys(names), window_bytes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of config.json and of the weights' headers: another one means other weights."""
+        told = json.dumps(self.config, sort_keys=True, default=str)
+        return hashlib.sha256(f"{told} {self._files.fingerprint}".encode()).hexdigest()
+
+    def use_prepacked(self, layout: str | None) -> None:
+        """Take layers from the folder's saved prepacked form of this layout, if it has one that belongs to it."""
+        from nybble.service.checkpoints.prepacked import open_prepacked
+
+        self._prepacked = open_prepacked(self.folder, layout, self.fingerprint, self._drop_cache)
+
+    def has_saved(self, layer: str) -> bool:
+        """Whether `saved` has this layer of the decoder ("model.layers.0.qkv")."""
+        return self._prepacked is not None and layer in self._prepacked
+
+    def saved(self, layer: str, modules: Sequence[str]) -> SavedWeight:
+        """A layer that `has_saved`, made of these modules, whose own weights then need not be read."""
+        assert self._prepacked is not None
+        for module in modules:
+            self._modules.add(module)
+            for name in self._files.names_of(module):
+                if name != f"{module}.bias":
+                    self._files.mark_read(name)
+        return self._prepacked.weight(layer)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it. Raises CheckpointError when there is none of that name."""
@@ -198,6 +233,8 @@ class Checkpoint:
         return [name for name in self._files.unread() if not self._irrelevant(name)]
 
     def close(self) -> None:
+        if self._prepacked is not None:
+            self._prepacked.close()
         self._files.close()
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ Only safetensors and JSON are read. Pickled weights (.bin, .pt, .pth) can run co
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class TensorFiles:
         self._pin = pin
         self._open_files: dict[str, SafetensorsFile] = {}
         self._entries: dict[str, tuple[str, Entry]] = {}
+        self._below: dict[str, list[str]] = {}
         self._read: set[str] = set()
         self._ahead: ReadAhead | None = None
         self._done = 0
@@ -56,6 +58,19 @@ class TensorFiles:
     def names(self) -> list[str]:
         return sorted(self._entries)
 
+    def names_of(self, module: str) -> list[str]:
+        """The tensors of one module: those directly below its name."""
+        if not self._below:
+            for name in self._entries:
+                self._below.setdefault(name.rpartition(".")[0], []).append(name)
+        return self._below.get(module, [])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all files' names, sizes and headers."""
+        parts = [f"{name} {file.fingerprint}" for name, file in sorted(self._open_files.items())]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
@@ -67,12 +82,12 @@ class TensorFiles:
         """Bytes of a tensor, without reading it."""
         return self._entry(name).nbytes
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Say which tensors will be asked for next, in order: they are read ahead."""
+    def expect(self, names: Iterable[str], window_bytes: int = AHEAD_BYTES) -> None:
+        """Say which tensors will be asked for next, in order: they are read ahead, at most window_bytes of them."""
         if self._ahead is not None:
             self._ahead.close()
         wanted = [name for name in names if name in self._entries]
-        self._ahead = ReadAhead(wanted, self.nbytes, self.peek, AHEAD_BYTES)
+        self._ahead = ReadAhead(wanted, self.nbytes, self.peek, window_bytes)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, in memory that belongs to the caller."""

@@ -60,11 +60,13 @@ class QuantizeOptions:
 
     group_size 32, 64 or 128 weights share a scale. symmetric: no zero points. calibrate: weight rounding errors by
     activations measured on a short built-in text (one pass of the 16-bit model); False rounds by the weights alone.
+    prepack: also save the layers as this machine's CPU keeps them (see prepacked.py).
     """
 
     group_size: int = 32
     symmetric: bool = False
     calibrate: bool = True
+    prepack: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size not in GROUP_SIZES:
@@ -159,6 +161,10 @@ def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progr
                 write_json(folder / NOTES, {HEAD_IMPORTANCE: values})
             _write_tensors(source, plan, weights, options, folder, progress)
             _write_config(source, plan, options, folder)
+            if options.prepack:
+                from nybble.service.checkpoints.prepacked import prepack
+
+                prepack(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{dst}: cannot be made from {src} ({error}); free some space or choose another place"
@@ -207,8 +213,8 @@ def _share(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)
-    for path in folder.iterdir():
-        path.chmod(0o666 & ~mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Format: https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -53,10 +54,12 @@ class Entry:
 
 
 class SafetensorsFile:
-    """An open file. Raises CheckpointError when it is missing or no complete safetensors file."""
+    """An open file. metadata: what its writer noted; fingerprint: of its size and header. Raises CheckpointError when it is missing or no complete safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metadata: dict[str, str] = {}
+        self.fingerprint = ""
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -132,6 +135,9 @@ class SafetensorsFile:
             raise self._incomplete(size, f"its header is no JSON: {error}") from error
         if not isinstance(header, dict):
             raise self._incomplete(size, "its header is no JSON object")
+        metadata = header.get("__metadata__")
+        self.metadata = metadata if isinstance(metadata, dict) else {}
+        self.fingerprint = hashlib.sha256(f"{size} {text}".encode()).hexdigest()
         data = LENGTH_BYTES + length
         entries = {
             name: self._entry(size, data, name, fields)

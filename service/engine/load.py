@@ -27,6 +27,7 @@ from nybble.kernels.target import (
     usable_cores,
 )
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
+from nybble.service.checkpoints.prepacked import prepacked_layout
 from nybble.service.engine.engine import Engine
 from nybble.service.engine.graphs import Capture, DeviceCapture
 from nybble.service.engine.inputs import Limits
@@ -84,6 +85,8 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
         selfcheck = check_paths(device, dtype, target)
+        if not dense:  # a dense copy is made from the logical weight
+            checkpoint.use_prepacked(prepacked_layout(target, dtype, selfcheck.left_out))
         length = min(config.max_model_len or model_config.default_positions, model_config.max_positions)
         model = load(
             model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from nybble.kernels.attention import AttentionBackend
-from nybble.kernels.linear import Broken, W4A16Linear
+from nybble.kernels.linear import Broken, SavedWeight, W4A16Linear
 from nybble.kernels.linear.int8 import Int8Linear, Int8Weight
 from nybble.kernels.norm import RmsNorm
 from nybble.kernels.packing import W4A16Weight, concat_rows, interleave_halves, take_rows
@@ -45,6 +45,14 @@ class WeightSource(Protocol):
 
     def expect(self, wanted: Sequence[str]) -> None:
         """The modules and tensors that will be asked for, in order."""
+        ...
+
+    def has_saved(self, layer: str) -> bool:
+        """Whether a layer of the decoder ("model.layers.0.qkv") is there as a kernel keeps it."""
+        ...
+
+    def saved(self, layer: str, modules: Sequence[str]) -> SavedWeight:
+        """That layer, which these modules make up."""
         ...
 
     def has(self, module: str) -> bool:
@@ -154,13 +162,21 @@ class _Loader:
 
     def block_order(self) -> list[str]:
         """Modules and tensors of all blocks in the order in which `block` reads them."""
+        return [name for i in range(self.config.layers) for name in self.order_of(f"model.layers.{i}")]
+
+    def order_of(self, prefix: str) -> Iterator[str]:
         c = self.config
-        names = [f"{name}.weight" for name in (_POST_NORMS if c.post_norms else _NORMS).values()]
-        for kind, (modules, _) in self.fused.items():
-            names += modules
+        for name in (_POST_NORMS if c.post_norms else _NORMS).values():
+            yield f"{prefix}.{name}.weight"
+        for kind, (modules, has_bias) in self.fused.items():
+            if self.source.has_saved(f"{prefix}.{kind}"):
+                yield f"{prefix}.{kind}"
+                if has_bias:
+                    yield from (f"{prefix}.{module}.bias" for module in modules)
+            else:
+                yield from (f"{prefix}.{module}" for module in modules)
             if kind == "qkv" and c.qk_norm:
-                names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-        return [f"model.layers.{i}.{name}" for i in range(c.layers) for name in names]
+                yield from (f"{prefix}.self_attn.{name}_norm.weight" for name in ("q", "k"))
 
     def plain(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self.source.tensor(name)
@@ -222,11 +238,13 @@ class _Loader:
             field: self.norm(f"{prefix}.{name}.weight")
             for field, name in (_POST_NORMS if c.post_norms else _NORMS).items()
         }
-        gate_up = self.layer("gate_up", prefix)
+        qkv = self.layer("qkv", prefix)
+        qk_norm = self.qk_norm(prefix) if c.qk_norm else None
+        o, gate_up = self.layer("o", prefix), self.layer("gate_up", prefix)
         return Block(
-            qkv=self.layer("qkv", prefix),
-            qk_norm=self.qk_norm(prefix) if c.qk_norm else None,
-            o=self.layer("o", prefix),
+            qkv=qkv,
+            qk_norm=qk_norm,
+            o=o,
             gate_up=gate_up,
             interleaved=self.ops.interleaves and not isinstance(gate_up, SideBySide),
             down=self.layer("down", prefix),
@@ -250,6 +268,17 @@ class _Loader:
         """One layer of a block from its modules: side by side in one matrix where their formats allow it."""
         names, has_bias = self.fused[kind]
         modules = [f"{prefix}.{name}" for name in names]
+        if self.source.has_saved(f"{prefix}.{kind}"):
+            saved = self.source.saved(f"{prefix}.{kind}", modules)
+            joined = _joined([self.bias(module) if has_bias else None for module in modules])
+            if joined is not None and kind == "qkv" and self.row_order is not None:
+                joined = joined[self.row_order]
+            try:
+                return self.single(saved, joined, kind)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{prefix}.{kind} as it was prepacked: {error}; quantise again, or remove it"
+                ) from error
         weights = [self.source.linear(module, *self.modules[module]) for module in modules]
         biases = [self.bias(module) if has_bias else None for module in modules]
         if kind == "qkv" and self.row_order is not None:
@@ -303,7 +332,7 @@ class _Loader:
 
     def single(
         self,
-        weight: W4A16Weight | torch.Tensor,
+        weight: W4A16Weight | SavedWeight | torch.Tensor,
         bias: torch.Tensor | None,
         label: str,
         dense: bool | None = None,

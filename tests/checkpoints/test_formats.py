@@ -5,28 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from made_layers import AWQ_COLUMNS, G, K, M, N, awq, compressed, gptq, pack, pack8, value
 
 from nybble.kernels.packing import W4A16Weight, unpack_rows
 from nybble.service.checkpoints import open_checkpoint
 from nybble.service.errors import CheckpointError
-
-N, K, G = 16, 64, 32
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-M = "model.layers.0.self_attn.q_proj"
-
-
-def _word(nibbles: list[int]) -> int:
-    value = sum(int(v) << (4 * i) for i, v in enumerate(nibbles))
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
-def _pack(values: torch.Tensor, columns: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """[R, C] -> int32 [R, C/8]; nibble i of a word is column columns[i] of its eight."""
-    rows, cols = values.shape
-    words = [
-        [_word([values[r, c + j].item() for j in columns]) for c in range(0, cols, 8)] for r in range(rows)
-    ]
-    return torch.tensor(words, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -36,44 +19,6 @@ def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q = torch.randint(0, 16, (N, K))
     z = torch.arange(N * K // G).view(N, K // G) % 16
     return q, z, torch.rand(N, K // G).to(torch.float16) + 0.5
-
-
-def _compressed(**weights: Any) -> dict[str, Any]:
-    base = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": G,
-        "dynamic": False,
-    }
-    group = {
-        "targets": ["Linear"],
-        "weights": base | weights,
-        "input_activations": None,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-
-
-def _gptq(**fields: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": G, "sym": False, "desc_act": False, **fields}
-
-
-def _awq(**fields: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": G,
-        "zero_point": True,
-        "version": "gemm",
-        **fields,
-    }
 
 
 def _any(folder: Any, n: int = N, k: int = K, module: str = M) -> W4A16Weight | torch.Tensor:
@@ -89,17 +34,6 @@ def _read(folder: Any, n: int = N, k: int = K, module: str = M) -> W4A16Weight:
     return weight
 
 
-def _pack8(values: torch.Tensor) -> torch.Tensor:
-    """[R, C] of 0..255 -> int32 [R, C/4], four consecutive columns per word, low byte first."""
-    return values.to(torch.uint8).contiguous().view(torch.int32)
-
-
-def _value(q: torch.Tensor, z: torch.Tensor | int, s: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """(q - z) * s in float32, by the definition."""
-    zeros = z.float()[:, group] if isinstance(z, torch.Tensor) else z
-    return (q.float() - zeros) * s.float()[:, group]
-
-
 def _same(weight: W4A16Weight, q: torch.Tensor, z: torch.Tensor | None, s: torch.Tensor) -> None:
     assert torch.equal(unpack_rows(weight.q).long(), q)
     assert torch.equal(weight.scales, s) and weight.scales.is_contiguous()
@@ -113,9 +47,9 @@ class TestCompressedTensors:
     def test_symmetric(self, write, layer) -> None:
         q, _, s = layer
         folder = write(
-            _compressed(),
+            compressed(),
             {
-                f"{M}.weight_packed": _pack(q),
+                f"{M}.weight_packed": pack(q),
                 f"{M}.weight_scale": s,
                 f"{M}.weight_shape": torch.tensor([N, K]),
             },
@@ -125,10 +59,10 @@ class TestCompressedTensors:
     @pytest.mark.parametrize("spelling", ["packed int32", "signed int8"])
     def test_asymmetric(self, write, layer, spelling: str) -> None:
         q, z, s = layer
-        stored = _pack(z.t()).t() if spelling == "packed int32" else (z - 8).to(torch.int8)
+        stored = pack(z.t()).t() if spelling == "packed int32" else (z - 8).to(torch.int8)
         folder = write(
-            _compressed(symmetric=False),
-            {f"{M}.weight_packed": _pack(q), f"{M}.weight_scale": s, f"{M}.weight_zero_point": stored},
+            compressed(symmetric=False),
+            {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s, f"{M}.weight_zero_point": stored},
         )
         _same(_read(folder), q, z, s)
 
@@ -139,11 +73,11 @@ class TestCompressedTensors:
         q, z, s = (t[:rows] for t in layer)
         padded = torch.nn.functional.pad(z, (0, 0, 0, -rows % 8))
         folder = write(
-            _compressed(symmetric=False),
+            compressed(symmetric=False),
             {
-                f"{M}.weight_packed": _pack(q),
+                f"{M}.weight_packed": pack(q),
                 f"{M}.weight_scale": s,
-                f"{M}.weight_zero_point": _pack(padded.t()).t(),
+                f"{M}.weight_zero_point": pack(padded.t()).t(),
             },
         )
         _same(_read(folder, n=rows), q, z, s)
@@ -153,9 +87,7 @@ class TestCompressedTensors:
     )
     def test_per_channel_is_one_group(self, write, layer, weights: dict[str, Any]) -> None:
         q, _, s = layer
-        folder = write(
-            _compressed(**weights), {f"{M}.weight_packed": _pack(q), f"{M}.weight_scale": s[:, :1]}
-        )
+        folder = write(compressed(**weights), {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s[:, :1]})
         weight = _read(folder)
         _same(weight, q, None, s[:, :1])
         assert weight.group_size == K
@@ -163,11 +95,11 @@ class TestCompressedTensors:
     def test_zero_points_of_a_symmetric_weight_are_ignored(self, write, layer) -> None:
         q, z, s = layer
         tensors = {
-            f"{M}.weight_packed": _pack(q),
+            f"{M}.weight_packed": pack(q),
             f"{M}.weight_scale": s,
             f"{M}.weight_zero_point": z.to(torch.int8),
         }
-        _same(_read(write(_compressed(), tensors)), q, None, s)
+        _same(_read(write(compressed(), tensors)), q, None, s)
 
     @pytest.mark.parametrize(
         ("g_idx", "kept"),
@@ -176,8 +108,8 @@ class TestCompressedTensors:
     )
     def test_act_order(self, write, layer, g_idx: torch.Tensor, kept: bool) -> None:
         q, _, s = layer
-        tensors = {f"{M}.weight_packed": _pack(q), f"{M}.weight_scale": s, f"{M}.weight_g_idx": g_idx.int()}
-        weight = _read(write(_compressed(), tensors))
+        tensors = {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s, f"{M}.weight_g_idx": g_idx.int()}
+        weight = _read(write(compressed(), tensors))
         assert (weight.g_idx is not None) == kept
         if kept:
             assert torch.equal(weight.g_idx, g_idx.int())
@@ -185,40 +117,40 @@ class TestCompressedTensors:
     def test_act_order_out_of_range_is_refused(self, write, layer) -> None:
         q, _, s = layer
         tensors = {
-            f"{M}.weight_packed": _pack(q),
+            f"{M}.weight_packed": pack(q),
             f"{M}.weight_scale": s,
             f"{M}.weight_g_idx": torch.arange(K).int(),
         }
         with pytest.raises(CheckpointError, match=r"weight_g_idx: given groups 0\.\.63, accepted 0\.\.1"):
-            _read(write(_compressed(), tensors))
+            _read(write(compressed(), tensors))
 
     @pytest.mark.parametrize("pattern", [M, "model.layers.0.self_attn", "re:.*q_proj"])
     def test_ignored_module_stays_16_bit(self, write, pattern: str) -> None:
         plain = torch.randn(N, K, dtype=torch.bfloat16)
         with open_checkpoint(
-            write(_compressed() | {"ignore": [pattern]}, {f"{M}.weight": plain})
+            write(compressed() | {"ignore": [pattern]}, {f"{M}.weight": plain})
         ) as checkpoint:
             assert torch.equal(checkpoint.linear(M, N, K), plain)
 
     @pytest.mark.parametrize("pattern", [M, "model.layers.0.self_attn", "re:.*q_proj"])
     def test_ignored_module_with_quantised_tensors_is_refused(self, write, layer, pattern: str) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         with pytest.raises(CheckpointError, match="q_proj is listed in `ignore`"):
-            _read(write(_compressed() | {"ignore": [pattern]}, tensors))
+            _read(write(compressed() | {"ignore": [pattern]}, tensors))
 
     @pytest.mark.parametrize("target", [M, r"re:.*\.self_attn\..*"])
     def test_a_nearer_target_beats_the_class(self, write, layer, target: str) -> None:
         q, _, s = layer
-        quantization = _compressed(group_size=K)
-        near = _compressed()["config_groups"]["group_0"] | {"targets": [target]}
+        quantization = compressed(group_size=K)
+        near = compressed()["config_groups"]["group_0"] | {"targets": [target]}
         quantization["config_groups"]["group_1"] = near
-        folder = write(quantization, {f"{M}.weight_packed": _pack(q), f"{M}.weight_scale": s})
+        folder = write(quantization, {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s})
         assert _read(folder).group_size == G
 
     def test_a_module_no_target_covers_is_refused(self, write, layer) -> None:
-        quantization = _compressed()
+        quantization = compressed()
         quantization["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         with pytest.raises(CheckpointError, match=r"no target of config_groups \(re:\.\*mlp\.\*\) covers it"):
             _read(write(quantization, tensors))
 
@@ -234,7 +166,7 @@ class TestCompressedTensors:
     )
     def test_other_weights_are_refused_by_field(self, write, change: dict[str, Any], field: str) -> None:
         with pytest.raises(CheckpointError, match=field):
-            open_checkpoint(write(_compressed(**change), {"a": torch.zeros(1)}))
+            open_checkpoint(write(compressed(**change), {"a": torch.zeros(1)}))
 
     @pytest.mark.parametrize(
         ("change", "field"),
@@ -248,10 +180,10 @@ class TestCompressedTensors:
     )
     def test_other_formats_are_refused_by_field(self, write, change: dict[str, Any], field: str) -> None:
         with pytest.raises(CheckpointError, match=field):
-            open_checkpoint(write(_compressed() | change, {"a": torch.zeros(1)}))
+            open_checkpoint(write(compressed() | change, {"a": torch.zeros(1)}))
 
     def test_quantised_activations_are_refused(self, write) -> None:
-        quantization = _compressed()
+        quantization = compressed()
         quantization["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
         with pytest.raises(CheckpointError, match="input_activations: given 'quantised activations'"):
             open_checkpoint(write(quantization, {"a": torch.zeros(1)}))
@@ -260,83 +192,83 @@ class TestCompressedTensors:
     def test_8_bit_weights_are_dequantised(self, write, caplog, spelling: str) -> None:
         q, s = torch.randint(0, 256, (N, K)), torch.rand(N, K // G) + 0.5
         z = torch.randint(0, 256, (N, K // G))
-        tensors = {f"{M}.weight_packed": _pack8(q), f"{M}.weight_scale": s}
+        tensors = {f"{M}.weight_packed": pack8(q), f"{M}.weight_scale": s}
         if spelling == "packed int32":
-            tensors[f"{M}.weight_zero_point"] = _pack8(z.t()).t()
+            tensors[f"{M}.weight_zero_point"] = pack8(z.t()).t()
         elif spelling == "signed int8":
             tensors[f"{M}.weight_zero_point"] = (z - 128).to(torch.int8)
         symmetric = spelling == "symmetric"
-        weight = _any(write(_compressed(num_bits=8, symmetric=symmetric), tensors))
+        weight = _any(write(compressed(num_bits=8, symmetric=symmetric), tensors))
         assert isinstance(weight, torch.Tensor)
-        assert torch.equal(weight, _value(q, 128 if symmetric else z, s, torch.arange(K) // G))
+        assert torch.equal(weight, value(q, 128 if symmetric else z, s, torch.arange(K) // G))
         assert "served in 16 bits" in caplog.text and M in caplog.text
 
     @pytest.mark.parametrize("k", [52, 60, 72], ids=lambda k: f"K-{k}")
     def test_a_k_that_no_int4_kernel_takes_is_dequantised(self, write, k: int) -> None:
         q, s = torch.randint(0, 16, (N, k)), torch.rand(N, -(-k // G)) + 0.5
         padded = torch.nn.functional.pad(q, (0, -k % 8))
-        folder = write(_compressed(), {f"{M}.weight_packed": _pack(padded), f"{M}.weight_scale": s})
+        folder = write(compressed(), {f"{M}.weight_packed": pack(padded), f"{M}.weight_scale": s})
         weight = _any(folder, k=k)
         assert isinstance(weight, torch.Tensor)
-        assert torch.equal(weight, _value(q, 8, s, torch.arange(k) // G))
+        assert torch.equal(weight, value(q, 8, s, torch.arange(k) // G))
 
     def test_groups_of_other_sizes_and_bits(self, write, layer) -> None:
         q, _, s = layer
-        quantization = _compressed()
+        quantization = compressed()
         for name, target, change in (
             ("group_1", "mlp.down_proj", {"group_size": K}),
             ("group_2", "model.layers.1", {"num_bits": 8}),
         ):
-            weights = _compressed(**change)["config_groups"]["group_0"] | {"targets": [target]}
+            weights = compressed(**change)["config_groups"]["group_0"] | {"targets": [target]}
             quantization["config_groups"][name] = weights
         down, eight = "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"
         wide = torch.randint(0, 256, (N, K))
         folder = write(
             quantization,
             {
-                f"{M}.weight_packed": _pack(q),
+                f"{M}.weight_packed": pack(q),
                 f"{M}.weight_scale": s,
-                f"{down}.weight_packed": _pack(q),
+                f"{down}.weight_packed": pack(q),
                 f"{down}.weight_scale": s[:, :1],
-                f"{eight}.weight_packed": _pack8(wide),
+                f"{eight}.weight_packed": pack8(wide),
                 f"{eight}.weight_scale": s,
             },
         )
         with open_checkpoint(folder) as checkpoint:
             assert checkpoint.linear(M, N, K).group_size == G
             assert checkpoint.linear(down, N, K).group_size == K
-            assert torch.equal(checkpoint.linear(eight, N, K), _value(wide, 128, s, torch.arange(K) // G))
+            assert torch.equal(checkpoint.linear(eight, N, K), value(wide, 128, s, torch.arange(K) // G))
             assert checkpoint.unread() == []
 
     @pytest.mark.parametrize("pattern", ["q_proj", "self_attn.q_proj", "model.layers.0"])
     def test_parts_of_a_name_are_ignored(self, write, layer, pattern: str) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         with pytest.raises(CheckpointError, match="q_proj is listed in `ignore`"):
-            _read(write(_compressed() | {"ignore": [pattern]}, tensors))
+            _read(write(compressed() | {"ignore": [pattern]}, tensors))
 
     @pytest.mark.parametrize("pattern", ["proj", "model.layers.0.self", "re:q_proj", "layers.1"])
     def test_what_only_looks_alike_is_not_ignored(self, write, layer, pattern: str) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
-        _read(write(_compressed() | {"ignore": [pattern]}, tensors))
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        _read(write(compressed() | {"ignore": [pattern]}, tensors))
 
     @pytest.mark.parametrize("actorder", ["group", "dynamic", True])
     def test_shuffled_groups_without_their_order_are_refused(self, write, layer, actorder: Any) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         with pytest.raises(
             CheckpointError, match="no tensor .*weight_g_idx, which this module's actorder needs"
         ):
-            _read(write(_compressed(actorder=actorder), tensors))
+            _read(write(compressed(actorder=actorder), tensors))
 
     @pytest.mark.parametrize("actorder", ["weight", "static", None])
     def test_groups_in_order_need_none(self, write, layer, actorder: Any) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
-        assert _read(write(_compressed(actorder=actorder), tensors)).g_idx is None
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        assert _read(write(compressed(actorder=actorder), tensors)).g_idx is None
 
     def test_scales_of_a_kv_cache_are_accepted_with_one_warning(self, write, layer, caplog) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         for i in range(3):
             tensors |= {f"model.layers.{i}.self_attn.{n}_scale": torch.ones(1) for n in "kv"}
-        _read(write(_compressed() | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, tensors))
+        _read(write(compressed() | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, tensors))
         assert len(caplog.records) == 1
         assert "6 scales of a quantised KV cache" in caplog.text and "kept in 16 bits" in caplog.text
 
@@ -345,25 +277,25 @@ class TestCompressedTensors:
         self, write, layer, group_size: int
     ) -> None:
         q, _, s = layer
-        tensors = {f"{M}.weight_packed": _pack(q), f"{M}.weight_scale": s if group_size == G else s[:, :1]}
-        assert _read(write(_compressed(strategy=None, group_size=group_size), tensors)).group_size == (
+        tensors = {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s if group_size == G else s[:, :1]}
+        assert _read(write(compressed(strategy=None, group_size=group_size), tensors)).group_size == (
             G if group_size == G else K
         )
 
     def test_the_first_releases_did_not_name_themselves(self, write, layer) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         folder = write(None, tensors)
-        old = {k: v for k, v in _compressed().items() if k != "quant_method"}
+        old = {k: v for k, v in compressed().items() if k != "quant_method"}
         (folder / "config.json").write_text(json.dumps({"compression_config": old}))
         _same(_read(folder), layer[0], None, layer[2])
 
     def test_a_zero_point_of_neither_spelling_is_refused(self, write, layer) -> None:
-        tensors = {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]}
+        tensors = {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]}
         tensors[f"{M}.weight_zero_point"] = torch.zeros(3, 2, dtype=torch.int32)
         with pytest.raises(
             CheckpointError, match=r"given int32 \[3, 2\], accepted int32 \[2, 2\] \(packed\) or int8"
         ):
-            _read(write(_compressed(symmetric=False), tensors))
+            _read(write(compressed(symmetric=False), tensors))
 
 
 def _trained(
@@ -381,35 +313,35 @@ def _trained(
 class TestGptq:
     def _tensors(self, layer, qzeros: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
         q, _, s = layer
-        tensors = {"qweight": _pack(q).t(), "scales": s.t(), "qzeros": qzeros, **more}
+        tensors = {"qweight": pack(q).t(), "scales": s.t(), "qzeros": qzeros, **more}
         return {f"{M}.{name}": t for name, t in tensors.items()}
 
     def test_v1_stores_the_zero_point_less_one(self, write, layer) -> None:
         q, z, s = layer
-        folder = write(_gptq(checkpoint_format="gptq"), self._tensors(layer, _pack((z.t() - 1) % 16)))
+        folder = write(gptq(checkpoint_format="gptq"), self._tensors(layer, pack((z.t() - 1) % 16)))
         _same(_read(folder), q, z, s)
 
     def test_v1_of_gptqmodel_borrows_between_nibbles(self, write, layer) -> None:
         q, z, s = layer
-        qzeros = _pack(z.t()) - 0x11111111
-        assert not torch.equal(qzeros, _pack((z.t() - 1) % 16)), "the case needs a zero point of 0"
-        folder = write(_gptq(meta={"quantizer": ["gptqmodel:7.6.0"]}), self._tensors(layer, qzeros))
+        qzeros = pack(z.t()) - 0x11111111
+        assert not torch.equal(qzeros, pack((z.t() - 1) % 16)), "the case needs a zero point of 0"
+        folder = write(gptq(meta={"quantizer": ["gptqmodel:7.6.0"]}), self._tensors(layer, qzeros))
         _same(_read(folder), q, z, s)
 
     def test_v2_stores_the_zero_point(self, write, layer) -> None:
         q, z, s = layer
-        folder = write(_gptq(checkpoint_format="gptq_v2"), self._tensors(layer, _pack(z.t())))
+        folder = write(gptq(checkpoint_format="gptq_v2"), self._tensors(layer, pack(z.t())))
         _same(_read(folder), q, z, s)
 
     def test_symmetric_ignores_stored_zero_points(self, write, layer) -> None:
         q, z, s = layer
-        _same(_read(write(_gptq(sym=True), self._tensors(layer, _pack(z.t())))), q, None, s)
+        _same(_read(write(gptq(sym=True), self._tensors(layer, pack(z.t())))), q, None, s)
 
     def test_group_size_minus_one_is_one_group(self, write, layer) -> None:
         q, z, s = layer
         one = (q, z[:, :1], s[:, :1])
         weight = _read(
-            write(_gptq(group_size=-1, checkpoint_format="gptq_v2"), self._tensors(one, _pack(one[1].t())))
+            write(gptq(group_size=-1, checkpoint_format="gptq_v2"), self._tensors(one, pack(one[1].t())))
         )
         _same(weight, *one)
         assert weight.group_size == K
@@ -419,26 +351,24 @@ class TestGptq:
         g_idx = (torch.arange(K) % 2 if real else torch.arange(K) // G).int()
         weight = _read(
             write(
-                _gptq(desc_act=True, sym=True),
+                gptq(desc_act=True, sym=True),
                 self._tensors(layer, torch.zeros(K // G, N // 8).int(), g_idx=g_idx),
             )
         )
         assert (weight.g_idx is not None) == real
 
     def test_act_order_without_its_tensor_is_refused(self, write, layer) -> None:
-        folder = write(
-            _gptq(desc_act=True, sym=True), self._tensors(layer, torch.zeros(K // G, N // 8).int())
-        )
+        folder = write(gptq(desc_act=True, sym=True), self._tensors(layer, torch.zeros(K // G, N // 8).int()))
         with pytest.raises(CheckpointError, match="no tensor .*g_idx, which desc_act=true needs"):
             _read(folder)
 
     def test_a_zero_bias_on_a_layer_without_bias_is_not_missed(self, write, layer) -> None:
         tensors = self._tensors(layer, torch.zeros(K // G, N // 8).int(), bias=torch.zeros(N))
-        _read(write(_gptq(sym=True), tensors))
+        _read(write(gptq(sym=True), tensors))
 
     def test_a_bias_that_matters_is_reported_unread(self, write, layer) -> None:
         tensors = self._tensors(layer, torch.zeros(K // G, N // 8).int(), bias=torch.ones(N))
-        with open_checkpoint(write(_gptq(sym=True), tensors)) as checkpoint:
+        with open_checkpoint(write(gptq(sym=True), tensors)) as checkpoint:
             checkpoint.linear(M, N, K)
             assert checkpoint.unread() == [f"{M}.bias"]
             assert checkpoint.unread() == [f"{M}.bias"], "asking changes nothing"
@@ -461,14 +391,14 @@ class TestGptq:
     ) -> None:
         q, z, s = _trained()
         n, k = q.shape
-        qzeros = _pack((z.t() - 1) % 16 if stored == "gptq" else z.t())
+        qzeros = pack((z.t() - 1) % 16 if stored == "gptq" else z.t())
         tensors = self._tensors((q, z, s), qzeros)
         if order:
             g_idx = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // G
             shuffled = q[:, torch.argsort(torch.argsort(g_idx, stable=True), stable=True)]
-            tensors[f"{M}.qweight"] = _pack(shuffled).t()
+            tensors[f"{M}.qweight"] = pack(shuffled).t()
             tensors[f"{M}.g_idx"] = g_idx.int()
-        with open_checkpoint(write(_gptq(checkpoint_format=said, desc_act=order), tensors)) as checkpoint:
+        with open_checkpoint(write(gptq(checkpoint_format=said, desc_act=order), tensors)) as checkpoint:
             for _ in range(2):
                 assert torch.equal(checkpoint.linear(M, n, k).zeros.long(), z)
         assert [r.message for r in caplog.records if "the metadata says" in r.message].__len__() == (
@@ -477,7 +407,7 @@ class TestGptq:
 
     def test_a_symmetric_layer_written_as_v2_under_v1s_name(self, write, caplog) -> None:
         q, z, s = torch.randint(1, 16, (N, K)), torch.full((N, K // G), 8), torch.rand(N, K // G).half()
-        weight = _read(write(_gptq(), self._tensors((q, z, s), _pack(z.t()))))
+        weight = _read(write(gptq(), self._tensors((q, z, s), pack(z.t()))))
         assert torch.equal(weight.zeros.long(), z) and "read as gptq_v2" in caplog.text
 
     @pytest.mark.parametrize("writer", ["autogptq", "gptqmodel:2.0"])
@@ -486,18 +416,18 @@ class TestGptq:
         q, s = torch.randint(0, 256, (N, K)), torch.rand(N, K // G) + 0.5
         z = torch.randint(0, 256, (N, K // G))
         z[0, 0] = 0
-        words = _pack8(z.t())
+        words = pack8(z.t())
         if version == "gptq":
-            words = words - 0x01010101 if writer.startswith("gptqmodel") else _pack8((z.t() - 1) % 256)
-        quantization = _gptq(bits=8, checkpoint_format=version, meta={"quantizer": [writer]})
-        tensors = {f"{M}.qweight": _pack8(q).t(), f"{M}.scales": s.t(), f"{M}.qzeros": words}
-        assert torch.equal(_any(write(quantization, tensors)), _value(q, z, s, torch.arange(K) // G))
+            words = words - 0x01010101 if writer.startswith("gptqmodel") else pack8((z.t() - 1) % 256)
+        quantization = gptq(bits=8, checkpoint_format=version, meta={"quantizer": [writer]})
+        tensors = {f"{M}.qweight": pack8(q).t(), f"{M}.scales": s.t(), f"{M}.qzeros": words}
+        assert torch.equal(_any(write(quantization, tensors)), value(q, z, s, torch.arange(K) // G))
 
     def test_8_bit_symmetric(self, write) -> None:
         q, s = torch.randint(0, 256, (N, K)), torch.rand(N, K // G) + 0.5
-        tensors = {f"{M}.qweight": _pack8(q).t(), f"{M}.scales": s.t()}
-        expected = _value(q, 128, s, torch.arange(K) // G)
-        assert torch.equal(_any(write(_gptq(bits=8, sym=True), tensors)), expected)
+        tensors = {f"{M}.qweight": pack8(q).t(), f"{M}.scales": s.t()}
+        expected = value(q, 128, s, torch.arange(K) // G)
+        assert torch.equal(_any(write(gptq(bits=8, sym=True), tensors)), expected)
 
     def test_overrides_by_module(self, write, layer) -> None:
         """The first that fits counts; "-:" modules stay 16-bit; what is not overridden is the common setting."""
@@ -512,53 +442,53 @@ class TestGptq:
         }
         tensors = self._tensors(layer, torch.zeros(K // G, N // 8).int())
         tensors |= {
-            f"{names['gate']}.qweight": _pack(q).t(),
+            f"{names['gate']}.qweight": pack(q).t(),
             f"{names['gate']}.scales": s[:, :1].t(),
-            f"{names['gate']}.qzeros": _pack(z[:, :1].t()),
+            f"{names['gate']}.qzeros": pack(z[:, :1].t()),
             f"{names['up']}.weight": torch.ones(N, K).half(),
-            f"{names['down']}.qweight": _pack8(wide).t(),
+            f"{names['down']}.qweight": pack8(wide).t(),
             f"{names['down']}.scales": s.t(),
             f"{names['down']}.qzeros": torch.zeros(K // G, N // 4).int(),
         }
-        quantization = _gptq(sym=True, dynamic=dynamic, checkpoint_format="gptq_v2")
+        quantization = gptq(sym=True, dynamic=dynamic, checkpoint_format="gptq_v2")
         with open_checkpoint(write(quantization, tensors)) as checkpoint:
             _same(checkpoint.linear(M, N, K), q, None, s)
             gate = checkpoint.linear(names["gate"], N, K)
             _same(gate, q, z[:, :1], s[:, :1])
             assert gate.group_size == K
             assert torch.equal(checkpoint.linear(names["up"], N, K), torch.ones(N, K).half())
-            expected = _value(wide, 128, s, torch.arange(K) // G)
+            expected = value(wide, 128, s, torch.arange(K) // G)
             assert torch.equal(checkpoint.linear(names["down"], N, K), expected)
             assert checkpoint.unread() == []
 
     def test_bits_that_are_not_read_are_refused_by_module(self, write, layer) -> None:
         tensors = self._tensors(layer, torch.zeros(K // G, N // 8).int())
         with pytest.raises(CheckpointError, match=f"module {M}: bits: given 3, accepted 4 or 8"):
-            _read(write(_gptq(sym=True, dynamic={r".*q_proj": {"bits": 3}}), tensors))
+            _read(write(gptq(sym=True, dynamic={r".*q_proj": {"bits": 3}}), tensors))
 
     def test_a_quantised_head(self, write, layer) -> None:
         q, _, s = layer
-        tensors = {"lm_head.qweight": _pack(q).t(), "lm_head.scales": s.t()}
-        _same(_read(write(_gptq(sym=True, lm_head=True), tensors), module="lm_head"), q, None, s)
+        tensors = {"lm_head.qweight": pack(q).t(), "lm_head.scales": s.t()}
+        _same(_read(write(gptq(sym=True, lm_head=True), tensors), module="lm_head"), q, None, s)
 
     def test_a_last_group_that_is_not_full(self, write) -> None:
         k = K + 8
         q, z, s = torch.randint(0, 16, (N, k)), torch.randint(0, 16, (N, 3)), torch.rand(N, 3) + 0.5
-        folder = write(_gptq(checkpoint_format="gptq_v2"), self._tensors((q, z, s), _pack(z.t())))
-        assert torch.equal(_any(folder, k=k), _value(q, z, s, torch.arange(k) // G))
+        folder = write(gptq(checkpoint_format="gptq_v2"), self._tensors((q, z, s), pack(z.t())))
+        assert torch.equal(_any(folder, k=k), value(q, z, s, torch.arange(k) // G))
 
     @pytest.mark.parametrize("given", [float("inf"), float("nan")])
     def test_scales_that_are_not_finite_are_refused(self, write, layer, given: float) -> None:
         layer[2][3, 1] = given
         tensors = self._tensors(layer, torch.zeros(K // G, N // 8).int())
         with pytest.raises(CheckpointError, match="q_proj.scales holds values that are not finite"):
-            _read(write(_gptq(sym=True), tensors))
+            _read(write(gptq(sym=True), tensors))
 
     def test_awq_tensors_under_gptqs_name(self, write, layer) -> None:
         """GPTQModel calls its AWQ files gptq, in format gemm."""
         q, z, s = layer
         tensors = TestAwq()._tensors(q, z, s)
-        quantization = _gptq(format="gemm", checkpoint_format="gemm", method="gptq")
+        quantization = gptq(format="gemm", checkpoint_format="gemm", method="gptq")
         _same(_read(write(quantization, tensors)), q, z, s)
 
     @pytest.mark.parametrize(
@@ -567,7 +497,7 @@ class TestGptq:
         ids=["skip", "the same", "no format"],
     )
     def test_harmless_overrides_are_accepted(self, write, dynamic: dict[str, Any]) -> None:
-        open_checkpoint(write(_gptq(dynamic=dynamic), {"a": torch.zeros(1)})).close()
+        open_checkpoint(write(gptq(dynamic=dynamic), {"a": torch.zeros(1)})).close()
 
     @pytest.mark.parametrize(
         ("change", "field"),
@@ -585,32 +515,32 @@ class TestGptq:
     )
     def test_other_files_are_refused_by_field(self, write, change: dict[str, Any], field: str) -> None:
         with pytest.raises(CheckpointError, match=field):
-            open_checkpoint(write(_gptq() | change, {"a": torch.zeros(1)}))
+            open_checkpoint(write(gptq() | change, {"a": torch.zeros(1)}))
 
 
 class TestAwq:
     def _tensors(self, q: torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            f"{M}.qweight": _pack(q.t(), AWQ_COLUMNS),
-            f"{M}.qzeros": _pack(z.t(), AWQ_COLUMNS),
+            f"{M}.qweight": pack(q.t(), AWQ_COLUMNS),
+            f"{M}.qzeros": pack(z.t(), AWQ_COLUMNS),
             f"{M}.scales": s.t(),
         }
 
     def test_gemm_order(self, write, layer) -> None:
-        _same(_read(write(_awq(), self._tensors(*layer))), *layer)
+        _same(_read(write(awq(), self._tensors(*layer))), *layer)
 
     def test_more_columns_than_one_chunk(self, write) -> None:
         n = 1024 + 40
         q, z, s = torch.randint(0, 16, (n, 32)), torch.randint(0, 16, (n, 1)), torch.rand(n, 1).half()
-        _same(_read(write(_awq(), self._tensors(q, z, s)), n=n, k=32), q, z, s)
+        _same(_read(write(awq(), self._tensors(q, z, s)), n=n, k=32), q, z, s)
 
     def test_without_zero_points_the_weight_is_symmetric(self, write, layer) -> None:
         q, z, s = layer
-        folder = write(_awq(zero_point=False), self._tensors(q, torch.full_like(z, 8), s))
+        folder = write(awq(zero_point=False), self._tensors(q, torch.full_like(z, 8), s))
         _same(_read(folder), q, None, s)
 
     def test_stored_zero_points_count_whatever_the_flag_says(self, write, layer) -> None:
-        _same(_read(write(_awq(zero_point=False), self._tensors(*layer))), *layer)
+        _same(_read(write(awq(zero_point=False), self._tensors(*layer))), *layer)
 
     @pytest.mark.parametrize(
         ("change", "field"),
@@ -627,7 +557,7 @@ class TestAwq:
     )
     def test_other_files_are_refused_by_field(self, write, change: dict[str, Any], field: str) -> None:
         with pytest.raises(CheckpointError, match=field):
-            open_checkpoint(write(_awq() | change, {"a": torch.zeros(1)}))
+            open_checkpoint(write(awq() | change, {"a": torch.zeros(1)}))
 
     @pytest.mark.parametrize("named", [{}, {"quant_method": "awq"}], ids=["unnamed", "named"])
     def test_settings_beside_config_json(self, write, layer, named: dict[str, str]) -> None:
@@ -640,7 +570,7 @@ class TestAwq:
         k = K + 8
         q, z, s = torch.randint(0, 16, (N, k)), torch.randint(0, 16, (N, 3)), torch.rand(N, 3) + 0.5
         assert torch.equal(
-            _any(write(_awq(), self._tensors(q, z, s)), k=k), _value(q, z, s, torch.arange(k) // G)
+            _any(write(awq(), self._tensors(q, z, s)), k=k), value(q, z, s, torch.arange(k) // G)
         )
 
 
@@ -670,7 +600,7 @@ class TestAutoRound:
     @pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
     def test_gptq_packing(self, write, packing: str, shift: int, method: str) -> None:
         q, z, s = _trained()
-        tensors = TestGptq()._tensors((q, z, s), _pack((z.t() - shift) % 16))
+        tensors = TestGptq()._tensors((q, z, s), pack((z.t() - shift) % 16))
         folder = write(self._config(packing, quant_method=method), tensors)
         _same(_read(folder, *q.shape), q, z, s)
 
@@ -678,7 +608,7 @@ class TestAutoRound:
         quantization = self._config("", backend="auto_round:exllamav2")
         del quantization["packing_format"]
         q, z, s = layer
-        _same(_read(write(quantization, TestGptq()._tensors(layer, _pack(z.t())))), q, z, s)
+        _same(_read(write(quantization, TestGptq()._tensors(layer, pack(z.t())))), q, z, s)
 
     def test_awq_packing(self, write, layer) -> None:
         tensors = TestAwq()._tensors(*layer)
@@ -724,14 +654,14 @@ class TestAutoRound:
     ids=["N", "K"],
 )
 def test_a_shape_that_does_not_fit_is_named(write, layer, n: int, k: int, message: str) -> None:
-    folder = write(_compressed(), {f"{M}.weight_packed": _pack(layer[0]), f"{M}.weight_scale": layer[2]})
+    folder = write(compressed(), {f"{M}.weight_packed": pack(layer[0]), f"{M}.weight_scale": layer[2]})
     with pytest.raises(CheckpointError, match=message):
         _read(folder, n=n, k=k)
 
 
 def test_a_plain_weight_of_another_shape_or_type_is_named(write) -> None:
     folder = write(
-        _compressed(), {"a.weight": torch.zeros(4, 8), "b.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn)}
+        compressed(), {"a.weight": torch.zeros(4, 8), "b.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn)}
     )
     with open_checkpoint(folder) as checkpoint:
         with pytest.raises(CheckpointError, match=r"a\.weight: given float32 \[4, 8\], accepted .* \[8, 8\]"):
@@ -762,7 +692,7 @@ def test_a_quantization_config_that_is_no_object(write, given: Any) -> None:
 )
 def test_a_value_of_another_kind_is_refused(write, change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="quantization_config: "):
-        open_checkpoint(write(_compressed() | change, {}))
+        open_checkpoint(write(compressed() | change, {}))
 
 
 @pytest.mark.parametrize(
@@ -770,4 +700,4 @@ def test_a_value_of_another_kind_is_refused(write, change: dict[str, Any]) -> No
 )
 def test_a_group_size_of_another_kind_is_refused(write, change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="quantization_config: "):
-        open_checkpoint(write(_compressed(**change), {}))
+        open_checkpoint(write(compressed(**change), {}))

@@ -16,8 +16,8 @@ import torch
 from model_folders import DATA, prompts
 from safetensors.torch import load_file, save_file
 
-from nybble.kernels.attention import CacheShape, Span, backend_for
-from nybble.kernels.target import cpu_target
+from nybble.kernels.attention import CacheShape, Span
+from nybble.kernels.attention.sdpa import SdpaAttention
 from nybble.service.checkpoints import open_checkpoint
 from nybble.service.engine.load import build_engine
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
@@ -34,7 +34,7 @@ def logits(folder: Path) -> torch.Tensor:
     """Of one prompt, in float32, from a folder as `serve` reads it."""
     with open_checkpoint(folder) as checkpoint:
         config = read_config(checkpoint.config, folder)
-        attention = backend_for(cpu_target())
+        attention = SdpaAttention()
         model = load(config, checkpoint, attention, torch.float32, CPU, 64)
         unread = checkpoint.unread()
     if unread:

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import AutoTokenizer
 from twins import COMMON, TWINS, twin
 
-from nybble.kernels.attention import CacheShape, Span, backend_for
+from nybble.kernels.attention import CacheShape, Span
+from nybble.kernels.attention.sdpa import SdpaAttention
 from nybble.kernels.linear import dequantize
 from nybble.kernels.packing import unpack_rows
-from nybble.kernels.target import cpu_target
 from nybble.service.checkpoints import open_checkpoint
 from nybble.service.checkpoints.calibration import TEXT
 from nybble.service.checkpoints.gguf import ARCHITECTURES, GgufSource
@@ -120,7 +120,7 @@ def write(path: Path, arch: str, model: Any, kind: Type = Type.Q4_0, **keys: Any
 def logits(folder: Path, ids: list[int]) -> torch.Tensor:
     with open_checkpoint(folder) as checkpoint:
         config = read_config(checkpoint.config, folder)
-        attention = backend_for(cpu_target())
+        attention = SdpaAttention()
         model = load(config, checkpoint, attention, torch.float32, CPU, config.default_positions)
         assert checkpoint.unread() == []
     attention.allocate(CacheShape(config.layers, 8, 16, config.kv_heads, config.head_dim, torch.float32), CPU)

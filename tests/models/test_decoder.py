@@ -138,6 +138,19 @@ def test_layers_left_in_16_bits_work_beside_quantised_ones(keep):
     assert (run(decoder(source, raw), ids) - expected).abs().max() < MAX_LOGIT_ERROR
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied-bias", "qwen3", "phi3", "gemma3"])
+def test_weights_are_read_in_the_order_that_was_said(name):
+    """Reading ahead depends on it."""
+    _, source, raw = twin(name)
+    said, asked = [], []
+    tensor, linear = source.tensor, source.linear
+    source.expect = said.extend
+    source.tensor = lambda n: asked.append(n) or tensor(n)
+    source.linear = lambda m, n, k: asked.append(m) or linear(m, n, k)
+    decoder(source, raw)
+    assert [item for item in said if item in asked] == asked and len(set(asked)) == len(asked)
+
+
 def test_a_missing_bias_is_named():
     _, source, raw = twin("qwen2")
     del source.tensors["model.layers.1.self_attn.k_proj.bias"]
@@ -157,12 +170,15 @@ def test_a_rescored_head_is_exact_where_it_matters(name):
     attention.allocate(
         CacheShape(config.layers, 32, BLOCK, config.kv_heads, config.head_dim, torch.float32), CPU
     )
-    expected, actual = run(exact, prompt(30)), run(model, prompt(30))
+    few = RescoredHead.EXACT_ROWS_ON_CPU - 1
+    expected, actual = run(exact, prompt(few)), run(model, prompt(few))
     best = expected.topk(5, dim=-1).indices
     torch.testing.assert_close(actual.gather(1, best), expected.gather(1, best), rtol=1e-4, atol=1e-4)
     assert (actual.argmax(-1) == expected.argmax(-1)).all()
     off = (actual - expected).abs() > 1e-3
     assert off.sum(dim=-1).max() <= 256 - RescoredHead.RESCORED and off.any(), "the rest are int4 logits"
+    many, of_many = run(exact, prompt(30)), run(model, prompt(30))
+    torch.testing.assert_close(of_many, many, msg="many rows on a CPU are the 16-bit product")
     assert model.nbytes > exact.nbytes, "the int4 part is beside the 16-bit rows"
 
 

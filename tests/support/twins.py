@@ -140,6 +140,9 @@ class Source:
     def expect(self, wanted) -> None:
         pass
 
+    def has_saved(self, layer: str) -> bool:
+        return False
+
     def has(self, module: str) -> bool:
         return module in self.weights
 

@@ -349,8 +349,8 @@ def plan_choices(
                 prompt.token_ids,
                 _with_seed(sampling, i),
                 arrival_s,
-                body.priority or 0,
-                body.cache_salt,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
             )
             stream = TextStream(service.codec.detokenizer(), body.stop)
             choice = Choice(len(choices), request, prompt, stream, lists_stop_token, shows_logprobs)

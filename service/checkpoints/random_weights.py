@@ -8,6 +8,7 @@ for. What they compute means nothing, but takes what the real model takes: kerne
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,15 @@ class RandomCheckpoint(Checkpoint):
 
     def names(self) -> list[str]:
         return []
+
+    def use_prepacked(self, layout: str | None) -> None:
+        """Nothing is saved: what is random is made anew."""
+
+    def has_saved(self, layer: str) -> bool:
+        return False
+
+    def expect(self, wanted: Sequence[str]) -> None:
+        """Nothing to read ahead."""
 
     def has_tensor(self, name: str) -> bool:
         return name.endswith("norm.weight") or name == "model.embed_tokens.weight"

@@ -89,6 +89,9 @@ class Wide:
     def bias(self, module):
         return None
 
+    def has_saved(self, layer):
+        return False
+
     def has(self, module):
         return True
 

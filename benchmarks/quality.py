@@ -210,11 +210,12 @@ def perplexity(model: torch.nn.Module, ids: list[int]) -> float:
 
 
 def render(rows: list[tuple[str, dict[str, float]]], texts: dict[str, list[int]], against: str) -> str:
+    flags = ["--head"] if against.startswith("--lm-head") else []
     base = rows[0][1]
     lines = [
         "# Quality of the demo model (SmolLM2-135M-Instruct, from GGUF Q4_1)",
         "",
-        f"{datetime.date.today()}, `python benchmarks/quality.py`; Python {platform.python_version()}, "
+        f"{datetime.date.today()}, `python {' '.join(['benchmarks/quality.py', *flags])}`; Python {platform.python_version()}, "
         + ", ".join(
             f"{p} {importlib.metadata.version(p)}" for p in ("torch", "transformers", "gguf", "tokenizers")
         )

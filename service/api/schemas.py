@@ -311,12 +311,6 @@ class SamplingFields(_Strict):
     return_token_ids: bool | None = Field(
         None, description="Add token_ids to every choice, and prompt_token_ids."
     )
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Cached prompt prefixes are shared with requests of the same salt alone.",
-    )
     user: str | None = Field(None, description="Accepted, no effect.")
     safety_identifier: str | None = Field(None, description="Accepted, no effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted, no effect.")

@@ -474,6 +474,10 @@ def copy_package(folder: Path) -> None:
         shutil.copytree(ROOT / part, folder / "nybble" / part, ignore=ignore)
 
 
+# A fault may make a test run for ever: it is caught then too. What `timeout` exits with, and after its kill.
+LIMIT_S, HUNG = 120, (124, 137)
+
+
 def verdict(fault: Fault) -> str:
     """ "red" when the fault fails its tests, else what went wrong."""
     with tempfile.TemporaryDirectory() as name:
@@ -485,15 +489,15 @@ def verdict(fault: Fault) -> str:
             return f"the code is there {source.count(fault.old)} times, not once"
         target.write_text(source.replace(fault.old, fault.new))
         run = subprocess.run(
-            f"{sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}",
+            f"exec timeout --kill-after=5 {LIMIT_S} {sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}",
             shell=True,
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(folder)},
             capture_output=True,
             text=True,
         )
-    if run.returncode == 1:
-        return "red"
+    if run.returncode in (1, *HUNG):
+        return "red" if run.returncode == 1 else "red (hung)"
     return "GREEN" if run.returncode == 0 else f"pytest exit {run.returncode}: {run.stdout[-200:]}"
 
 
@@ -505,7 +509,7 @@ def main() -> int:
     survived = 0
     for fault in faults:
         result = verdict(fault)
-        survived += result != "red"
+        survived += not result.startswith("red")
         print(f"{fault.name:62} {fault.file:34} {result}", flush=True)
     print(f"{len(faults)} faults, {survived} not caught")
     return 1 if survived or not faults else 0

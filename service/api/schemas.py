@@ -306,6 +306,12 @@ class SamplingFields(_Strict):
         allow_inf_nan=False,
         description="Give up after this many seconds, queue included. Default: the server's limit.",
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prompt prefixes are shared with requests of the same salt alone.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(

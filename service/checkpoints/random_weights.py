@@ -193,9 +193,6 @@ class RandomCheckpoint(Checkpoint):
     def has_saved(self, layer: str) -> bool:
         return False
 
-    def expect(self, wanted: Sequence[str]) -> None:
-        """Nothing to read ahead."""
-
     def has_tensor(self, name: str) -> bool:
         return name.endswith("norm.weight") or name == "model.embed_tokens.weight"
 

@@ -87,13 +87,6 @@ FAULTS = (
         "tests/engine/test_sampler.py -k not_finite",
     ),
     Fault(
-        "a step that failed for lack of memory counts as computed",
-        "service/engine/sequence.py",
-        "        self.computed = computed\n        if self._drawn",
-        "        if self._drawn",
-        "tests/engine/test_engine_faults.py -k without_memory",
-    ),
-    Fault(
         "int8 scale of the row beside it",
         "kernels/linear/triton_int8.py",
         "scale = tl.load(s_ptr + safe_n)",
@@ -193,14 +186,14 @@ FAULTS = (
     ),
     Fault(
         "zero points of the activation type let through",
-        SKINNY,
+        "kernels/linear/operands.py",
         "if zeros.dtype != torch.int32 or tuple(zeros.shape)",
         "if tuple(zeros.shape)",
         f"{SKINNY_TESTS} -k named",
     ),
     Fault(
         "undersized view let through",
-        SKINNY,
+        "kernels/linear/operands.py",
         "if end * t.element_size() > t.untyped_storage().nbytes():",
         "if False:",
         f"{SKINNY_TESTS} -k undersized",
@@ -222,8 +215,8 @@ FAULTS = (
     Fault(
         "CPU int4: zero point dropped",
         "kernels/linear/cpu.py",
-        "shift = (SYMMETRIC_ZERO - weight.zeros.to(torch.float32)) * scales",
-        "shift = torch.zeros_like(scales)",
+        "shift = (SYMMETRIC_ZERO - weight.zeros.to(torch.float32)) * weight.scales.to(torch.float32)",
+        "shift = torch.zeros(weight.scales.shape)",
         "tests/kernels/test_linear.py -k every_cpu_path",
     ),
     Fault(
@@ -257,8 +250,8 @@ FAULTS = (
     Fault(
         "self-check that accepts anything",
         "kernels/selfcheck.py",
-        "if error_norm <= tolerance:",
-        "if True:",
+        "if not error <= tolerance:",
+        "if False:",
         "tests/kernels/test_linear.py tests/kernels/test_hybrid.py -k selfcheck",
     ),
     Fault(
@@ -304,24 +297,17 @@ FAULTS = (
         "tests/kernels/test_attention.py",
     ),
     Fault(
-        "preempted sequence not computed again",
-        "service/engine/scheduler.py",
-        "        sequence.computed = 0\n",
-        "        sequence.computed = sequence.prompt_len\n",
-        "tests/engine/test_engine.py -k preemption",
-    ),
-    Fault(
         "GPTQModel's v1 zero points not shifted by one",
         "service/checkpoints/gptq.py",
-        "words = words + ONE_PER_NIBBLE",
+        "words = words + ONE_PER_FIELD[bits]",
         "words = words + 0",
         "tests/checkpoints/test_readers.py",
     ),
     Fault(
         "GPTQ v1 zero points not shifted by one",
         "service/checkpoints/gptq.py",
-        "zeros = (zeros + 1) & 0xF",
-        "zeros = zeros & 0xF",
+        "zeros = (zeros + 1) & ((1 << bits) - 1)",
+        "zeros = zeros & ((1 << bits) - 1)",
         "tests/checkpoints/test_formats.py -k gptq",
     ),
     Fault(

@@ -113,7 +113,7 @@ def test_data_files_are_found_by_importlib_resources(python: Path, tmp_path: Pat
     code = (
         "from importlib.resources import files\n"
         "for package in ('nybble.csrc', 'nybble.kernels.tiles'):\n"
-        "    print(*sorted(f.name for f in files(package).iterdir() if f.name.endswith(('.h', '.hip', '.json'))))\n"
+        "    print(*sorted(f.name for f in files(package).iterdir() if f.name.endswith(('.h', '.cpp', '.json'))))\n"
     )
     done = subprocess.run(
         [str(python), "-c", code], cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=True

@@ -134,7 +134,7 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Of config.json and of the weights' headers: another one means other weights."""
+        """Of config.json and of the weights' headers and samples of their contents: another one means other weights."""
         told = json.dumps(self.config, sort_keys=True, default=str)
         return hashlib.sha256(f"{told} {self._files.fingerprint}".encode()).hexdigest()
 
@@ -142,7 +142,7 @@ class Checkpoint:
         """Take layers from the folder's saved prepacked form of this layout, if it has one that belongs to it."""
         from nybble.service.checkpoints.prepacked import open_prepacked
 
-        self._prepacked = open_prepacked(self.folder, layout, self.fingerprint, self._drop_cache)
+        self._prepacked = open_prepacked(self.folder, layout, lambda: self.fingerprint, self._drop_cache)
 
     def has_saved(self, layer: str) -> bool:
         """Whether `saved` has this layer of the decoder ("model.layers.0.qkv")."""

@@ -67,8 +67,8 @@ class TensorFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Of all files' names, sizes and headers."""
-        parts = [f"{name} {file.fingerprint}" for name, file in sorted(self._open_files.items())]
+        """Of all files' names, sizes, headers and samples of their contents."""
+        parts = [f"{name} {file.sampled()}" for name, file in sorted(self._open_files.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def __contains__(self, name: str) -> bool:

@@ -408,10 +408,10 @@ def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) ->
     return value
 
 
-def _flag(fields: Mapping[str, Any], field: str) -> bool:
+def _flag(fields: Mapping[str, Any], field: str, where: str = "") -> bool:
     value = fields.get(field)
     if value not in (None, True, False):
-        raise ConfigError(f"config.json: {field} is {_short(value)}: accepted true or false")
+        raise ConfigError(f"config.json: {where}{field} is {_short(value)}: accepted true or false")
     return bool(value)
 
 
@@ -419,20 +419,30 @@ def _optional_number(fields: Mapping[str, Any], field: str) -> float | None:
     return None if fields.get(field) is None else _number(fields, field, None)
 
 
+# What float32 can hold with room for a product: beyond it a number is damage.
+_LEAST, _MOST = 1e-30, 1e30
+
+
 def _number(
-    fields: Mapping[str, Any], field: str, default: float | None, where: str = "", most: float = math.inf
+    fields: Mapping[str, Any],
+    field: str,
+    default: float | None,
+    where: str = "",
+    most: float = math.inf,
+    above: float = 0.0,
 ) -> float:
+    """A positive finite number, at most `most` and larger than `above`. Raises ConfigError naming the field."""
     value = fields.get(field)
     if value is None:
         value = default
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)
-        or not 0 < value < math.inf
-        or value > most
+        or not _LEAST <= value <= min(most, _MOST)
+        or value <= above
     ):
-        limit = f" up to {most:g}" if most < math.inf else ""
-        raise ConfigError(f"config.json: {where}{field} is {value!r}: accepted a positive number{limit}")
+        limit = (f" above {above:g}" if above else "") + (f" up to {most:g}" if most < math.inf else "")
+        raise ConfigError(f"config.json: {where}{field} is {value!r:.100}: accepted a positive number{limit}")
     return float(value)
 
 
@@ -547,7 +557,7 @@ def _rope(
     head_dim: int,
     max_positions: int,
 ) -> RopeConfig:
-    theta = _number({"rope_theta": fields.pop("rope_theta", default_theta)}, "rope_theta", 10000.0)
+    theta = _number({"rope_theta": fields.pop("rope_theta", default_theta)}, "rope_theta", 10000.0, above=1.0)
     kind = str(fields.pop("rope_type", "default"))
     if arch.packed and kind in ("su", "yarn"):
         kind = "longrope"  # what Phi-3's first releases called it
@@ -566,10 +576,11 @@ def _rope(
     def number(field: str, default: float | None = None) -> float:
         return _number(fields, field, default, f"{where}.")
 
-    original = int(
-        number(
-            "original_max_position_embeddings", raw.get("original_max_position_embeddings") or max_positions
-        )
+    name = "original_max_position_embeddings"
+    beside = raw.get(name)
+    own = beside if fields.get(name) is None else fields[name]
+    original = _original_positions(
+        max_positions if own is None else own, name if own is beside else f"{where}.{name}"
     )
     if kind == "longrope":
         return _longrope(replace(base, original_max_positions=original), fields, where, max_positions)
@@ -578,16 +589,23 @@ def _rope(
         return base
     base = replace(base, original_max_positions=original)
     if kind == "llama3":
-        return replace(
-            base, low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor")
-        )
+        low = number("low_freq_factor")
+        high = _number(fields, "high_freq_factor", None, f"{where}.", above=low)
+        return replace(base, low_freq_factor=low, high_freq_factor=high)
     return replace(
         base,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        truncate=fields.get("truncate") is not False,
-        attention_factor=_yarn_attention_factor(fields, base.factor),
+        truncate=_flag({"truncate": True} | fields, "truncate", f"{where}."),
+        attention_factor=_yarn_attention_factor(fields, base.factor, f"{where}."),
     )
+
+
+def _original_positions(value: Any, field: str) -> int:
+    number = _number({field: value}, field, None, above=1.0)
+    if number != int(number):
+        raise ConfigError(f"config.json: {field} is {_short(value)}: accepted a whole number above 1")
+    return int(number)
 
 
 def _rotary_dim(partial: Any, arch: Architecture, head_dim: int) -> int:
@@ -628,17 +646,18 @@ def _longrope(base: RopeConfig, fields: dict[str, Any], where: str, max_position
     )
 
 
-def _yarn_attention_factor(fields: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(fields: Mapping[str, Any], factor: float, where: str) -> float:
     """The scale of cos and sin: stated, or 0.1 ln(factor) + 1, or the ratio of the two mscale variants of it."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if fields.get("attention_factor") is not None:
-        return float(fields["attention_factor"])
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return mscale(float(fields["mscale"])) / mscale(float(fields["mscale_all_dim"]))
-    return mscale(1.0)
+        return _number(fields, "attention_factor", None, where)
+    # 0 stands for one left out.
+    given = {k: fields[k] for k in ("mscale", "mscale_all_dim") if fields.get(k) is not None}
+    weights = [_number(given, k, None, where) for k, v in given.items() if v != 0 or isinstance(v, bool)]
+    return mscale(weights[0]) / mscale(weights[1]) if len(weights) == 2 else mscale(1.0)
 
 
 def _eos_ids(raw: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:

@@ -120,6 +120,50 @@ def test_spellings_that_disagree_are_refused(rope, message):
         read_config(LLAMA | rope)
 
 
+NUMBERS = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = NUMBERS | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-45, "2", True, [1]], ids=str
+)
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [
+        (NUMBERS, "factor"),
+        (NUMBERS, "attention_factor"),
+        (NUMBERS, "mscale"),
+        (NUMBERS, "rope_theta"),
+        (NUMBERS, "original_max_position_embeddings"),
+        (LLAMA3, "high_freq_factor"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_number_of_the_rotation_has_to_be_one(base, field, value):
+    if field == "mscale" and value == 0:
+        return  # stands for one left out
+    with pytest.raises(ConfigError, match=f"{field} is .*: accepted a positive number"):
+        read_config(
+            LLAMA
+            | {"rope_scaling": (base | {"mscale_all_dim": 1.0} if base is NUMBERS else base) | {field: value}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (NUMBERS | {"rope_theta": 1}, "rope_theta is 1: accepted a positive number above 1"),
+        (NUMBERS | {"truncate": "no"}, 'rope_scaling.truncate is "no": accepted true or false'),
+        (NUMBERS | {"original_max_position_embeddings": 64.5}, "is 64.5: accepted a whole number"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0: accepted a positive number above 1"),
+    ],
+    ids=lambda v: json.dumps(v) if isinstance(v, dict) else None,
+)
+def test_numbers_of_the_rotation_that_do_not_fit_are_refused(rope, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(LLAMA | {"rope_scaling": rope})
+
+
 def test_gemma3_takes_an_older_scaling_for_the_layers_without_window():
     both = {
         "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},

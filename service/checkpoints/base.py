@@ -320,16 +320,16 @@ def finite(checkpoint: Checkpoint, name: str, scales: torch.Tensor) -> torch.Ten
 
 def act_order(checkpoint: Checkpoint, name: str, k: int, group_size: int) -> torch.Tensor | None:
     """int32 [K], the group of each k, from the tensor `name`; None when that is k // group_size (or never set, -1)."""
-    g_idx = checkpoint.checked(name, (k,), INTS).to(torch.int32)
-    if torch.equal(g_idx, torch.arange(k, dtype=torch.int32) // group_size) or bool((g_idx == -1).all()):
+    g_idx = checkpoint.checked(name, (k,), INTS).to(torch.int64)
+    if torch.equal(g_idx, torch.arange(k) // group_size) or bool((g_idx == -1).all()):
         return None
     low, high, groups = int(g_idx.min()), int(g_idx.max()), groups_of(k, group_size)
     if low < 0 or high >= groups:
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {name}: given groups {low}..{high}, accepted 0..{groups - 1} "
-            f"(K={k}, group_size {group_size})"
+            f"(K={k}, group_size {group_size}); {FETCH_AGAIN}"
         )
-    return g_idx
+    return g_idx.to(torch.int32)  # narrowed only now: a wide value could come out as a group that exists
 
 
 def groups_of(k: int, group_size: int) -> int:

@@ -34,6 +34,7 @@ from nybble.service.checkpoints.base import (
 )
 from nybble.service.checkpoints.gptq import fields_of
 from nybble.service.errors import CheckpointError
+from nybble.service.json_files import FETCH_AGAIN
 
 PACK_QUANTIZED = "pack-quantized"
 REGEX = "re:"
@@ -201,9 +202,10 @@ def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, n: int, groups: in
             f"accepted int32 {list(packed)} (packed) or int8 {[n, groups]} (signed)"
         )
     middle = 1 << (scheme.bits - 1)
-    signed = value.to(torch.int16) + middle
-    if bool(((signed < 0) | (signed >= 2 * middle)).any()):
+    # Before anything is narrowed: a wide value could come out as one that is accepted.
+    if value.numel() and (int(value.min()) < -middle or int(value.max()) >= middle):
         raise CheckpointError(
-            f"{checkpoint.folder}: tensor {name}: given values outside {-middle}..{middle - 1}"
+            f"{checkpoint.folder}: tensor {name}: given {int(value.min())}..{int(value.max())}, accepted "
+            f"{-middle}..{middle - 1}; {FETCH_AGAIN}"
         )
-    return signed.to(torch.uint8)
+    return (value.to(torch.int16) + middle).to(torch.uint8)

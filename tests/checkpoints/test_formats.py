@@ -124,6 +124,17 @@ class TestCompressedTensors:
         with pytest.raises(CheckpointError, match=r"weight_g_idx: given groups 0\.\.63, accepted 0\.\.1"):
             _read(write(compressed(), tensors))
 
+    @pytest.mark.parametrize("wide", [1 << 16, 65536 * 3, 1 << 32, 1 << 40, -(1 << 40)])
+    def test_wide_values_are_compared_before_they_are_narrowed(self, write, layer, wide: int) -> None:
+        q, z, s = layer
+        tensors = {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s}
+        zeros, order = (z - 8).long(), (torch.arange(K) % 2).long()
+        zeros[0, 0], order[0] = wide, wide
+        with pytest.raises(CheckpointError, match=r"weight_zero_point: given .*accepted -8\.\.7"):
+            _read(write(compressed(symmetric=False), tensors | {f"{M}.weight_zero_point": zeros}))
+        with pytest.raises(CheckpointError, match=r"weight_g_idx: given groups .*accepted 0\.\.1"):
+            _read(write(compressed(), tensors | {f"{M}.weight_g_idx": order}))
+
     @pytest.mark.parametrize("pattern", [M, "model.layers.0.self_attn", "re:.*q_proj"])
     def test_ignored_module_stays_16_bit(self, write, pattern: str) -> None:
         plain = torch.randn(N, K, dtype=torch.bfloat16)

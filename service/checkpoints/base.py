@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (*FLOATS, torch.float64)  # of weights that are not quantised
 INTS = (torch.int32, torch.int64)
 # Buffers that transformers once stored; they follow from config.json.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "self_attn.masked_bias")
@@ -191,7 +192,7 @@ class Checkpoint:
         if self.quantized(module):
             return self._format.read(self, module, n, k)
         if self.has_tensor(f"{module}.weight"):
-            return self.checked(f"{module}.weight", (n, k), FLOATS)
+            return self.checked(f"{module}.weight", (n, k), PLAIN)
         raise CheckpointError(
             f"{self.folder}: module {module} has neither {module}.{self._format.packed} nor {module}.weight; "
             "the weights do not belong to this config.json"

@@ -150,6 +150,20 @@ def test_one_of_other_shapes_is_an_error_with_words(folder: Path) -> None:
         engine(folder)
 
 
+def test_numbers_that_are_not_finite_are_refused(folder: Path) -> None:
+    path = prepack(folder)
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    name = next(name for name, t in tensors.items() if t.is_floating_point())
+    tensors[name].view(-1)[5] = float("nan")
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(CheckpointError, match=f"{name} as it was prepacked.*not finite"):
+        engine(folder)
+
+
 def test_dense_copies_are_made_from_the_weights(folder: Path) -> None:
     prepack(folder)
     assert engine(folder, dense_copies="enabled").info.memory.dense_layers > 0

@@ -287,3 +287,25 @@ def test_of_two_runs_at_once_one_wins(
         quantize(folder_16_bit, tmp_path / "out", PLAIN, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     open_checkpoint(tmp_path / "out").close()
+
+
+def _changed(folder: Path, dst: Path, name: str, change: Any) -> Path:
+    shutil.copytree(folder, dst)
+    tensors = load_file(dst / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, dst / "model.safetensors")
+    return dst
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", f"{DOWN}.weight"])
+def test_fp8_without_scales_is_refused(folder_16_bit: Path, tmp_path: Path, name: str) -> None:
+    src = _changed(folder_16_bit, tmp_path / "src", name, lambda t: t.to(torch.float8_e4m3fn))
+    with pytest.raises(CheckpointError, match=f"{name}: given float8_e4m3fn, accepted bfloat16"):
+        quantize(src, tmp_path / "out", PLAIN, progress=False)
+
+
+def test_numbers_that_are_not_finite_are_refused(folder_16_bit: Path, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    src = _changed(folder_16_bit, tmp_path / "src", name, lambda t: t * float("inf"))
+    with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite"):
+        quantize(src, tmp_path / "out", PLAIN, progress=False)

@@ -34,6 +34,7 @@ BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 # What `nybble quantize` learnt beside the weights. JSON, because other tools take every safetensors file for weights.
 NOTES = "nybble.json"
+MOST_IMPORTANCE = 1e30
 HEAD_IMPORTANCE = "lm_head_importance"
 
 
@@ -247,10 +248,13 @@ class Checkpoint:
         self.close()
 
     def _noted(self, values: Any, k: int) -> torch.Tensor:
-        numbers = isinstance(values, list) and all(isinstance(v, int | float) and v >= 0 for v in values)
+        numbers = isinstance(values, list) and all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= MOST_IMPORTANCE
+            for v in values
+        )
         if not numbers or len(values) != k:
             raise CheckpointError(
-                f"{self.folder / NOTES}: {HEAD_IMPORTANCE}: accepted {k} numbers >= 0; remove this file or quantise again"
+                f"{self.folder / NOTES}: {HEAD_IMPORTANCE}: accepted {k} numbers from 0 to {MOST_IMPORTANCE:g}; remove this file or quantise again"
             )
         return torch.tensor(values, dtype=torch.float32)
 

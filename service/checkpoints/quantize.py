@@ -105,6 +105,11 @@ class FolderSource:
         self.config = read_json(folder / "config.json")
         for key in ("quantization_config", "compression_config"):
             if self.config.get(key):
+                if not isinstance(self.config[key], dict):
+                    raise CheckpointError(
+                        f"{folder / 'config.json'}: {key}: given {self.config[key]!r:.100}, accepted none, or an object; "
+                        "remove it if these are 16-bit weights"
+                    )
                 method = self.config[key].get("quant_method")
                 raise CheckpointError(
                     f"{folder}: already quantised ({key}: {method}); accepted a 16-bit folder or a GGUF file"
@@ -245,6 +250,11 @@ def _plan(source: Source, options: QuantizeOptions, src: Path) -> Plan:
             exact.append(module)
         if not LAYER_WEIGHT.fullmatch(name) or len(shape) != 2 or module.rpartition(".")[2] in ROUTERS:
             continue
+        if not shape[0] or not shape[1]:
+            raise CheckpointError(
+                f"{src}: module {module}: given a weight {list(shape)}, accepted at least one row and one column; "
+                f"{FETCH_AGAIN}"
+            )
         if shape[1] % group_size:
             fitting = [str(g) for g in GROUP_SIZES if shape[1] % g == 0]
             raise CheckpointError(

@@ -342,12 +342,34 @@ def groups_of(k: int, group_size: int) -> int:
 
 
 def whole(quantization: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
-    """A whole number of a quantization_config. Raises CheckpointError naming the field."""
+    """A whole number of a quantization_config, also one written as 8.0. Raises CheckpointError naming the field."""
     value = quantization.get(field)
     if value is None and default is not None:
         return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise refused(where, field, value, "a whole number")
+    return value
+
+
+def names(quantization: Mapping[str, Any], field: str, where: str) -> tuple[str, ...]:
+    """A list of names or patterns of a quantization_config. Raises CheckpointError naming the field."""
+    value = quantization.get(field)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refused(where, field, value, "a list of names")
+    return tuple(value)
+
+
+def settings(quantization: Mapping[str, Any], field: str, where: str) -> dict[str, Any]:
+    """An object of a quantization_config, {} where there is none. Raises CheckpointError naming the field."""
+    value = quantization.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise refused(where, field, value, "an object")
     return value
 
 

@@ -29,7 +29,9 @@ from nybble.service.checkpoints.base import (
     group_size_of,
     groups_of,
     is_w4a16,
+    names,
     refused,
+    settings,
     whole,
 )
 from nybble.service.checkpoints.gptq import fields_of
@@ -57,18 +59,23 @@ class CompressedTensors(Format):
 
     def __init__(self, quantization: dict[str, Any], where: str) -> None:
         self._where = where
-        self._ignore = tuple(str(name) for name in quantization.get("ignore") or ())
-        sparsity = (quantization.get("sparsity_config") or {}).get("format")
+        self._ignore = names(quantization, "ignore", where)
+        sparsity = settings(quantization, "sparsity_config", where).get("format")
         if sparsity not in (None, "dense"):
             raise refused(where, "sparsity_config.format", sparsity, "dense weights")
-        if (quantization.get("transform_config") or {}).get("config_groups"):
+        if settings(quantization, "transform_config", where).get("config_groups"):
             raise refused(where, "transform_config", "rotations at run time", "no transforms")
-        groups = quantization.get("config_groups") or {}
+        groups = settings(quantization, "config_groups", where)
         if not groups:
             raise refused(where, "config_groups", groups, "at least one group of weights")
         default_format = quantization.get("format")
         self._groups = [
-            _group(group, f"{where}: config_groups.{name}", default_format) for name, group in groups.items()
+            _group(
+                settings(groups, name, f"{where}: config_groups"),
+                f"{where}: config_groups.{name}",
+                default_format,
+            )
+            for name in groups
         ]
         for pattern in (*self._ignore, *(target for group in self._groups for target in group.targets)):
             if pattern.startswith(REGEX):
@@ -143,7 +150,7 @@ def _covers(pattern: str, module: str) -> bool:
 
 
 def _group(group: dict[str, Any], where: str, default_format: str | None) -> Group:
-    weights = group.get("weights") or {}
+    weights = settings(group, "weights", where)
     format = group.get("format") or default_format
     if format != PACK_QUANTIZED:
         raise refused(where, "format", format, PACK_QUANTIZED)
@@ -165,12 +172,12 @@ def _group(group: dict[str, Any], where: str, default_format: str | None) -> Gro
     if strategy == "channel" or group_size is None:
         group_size = -1
     scheme = Scheme(
-        bits=weights["num_bits"],
+        bits=whole(weights, "num_bits", f"{where}: weights"),
         group_size=whole({"group_size": group_size}, "group_size", f"{where}: weights"),
         symmetric=flag(weights, "symmetric", f"{where}: weights", True),
         act_order=weights.get("actorder") in SHUFFLED,
     )
-    return Group(tuple(str(target) for target in group.get("targets") or ()), scheme)
+    return Group(names(group, "targets", where), scheme)
 
 
 def _check_shape(checkpoint: Checkpoint, module: str, n: int, k: int) -> None:

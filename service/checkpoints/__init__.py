@@ -52,6 +52,7 @@ SETTINGS_FILES = {
 }
 
 DEMO = "demo"
+HUB_LIMIT = 96  # characters of a hub id
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 HUB_FILE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/(?P<file>[\w./-]+\.gguf)")
 GGUF_MAGIC = b"GGUF"
@@ -73,18 +74,25 @@ def resolve(model: str, progress: bool = True) -> Path:
         from nybble.service.checkpoints.demo import demo
 
         return demo(progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, or ~ of nobody
+        raise CheckpointError(
+            f"{model!r:.100}: no name that a folder could have ({error!s:.100}); accepted a folder, a GGUF file, a hub id such "
+            f"as org/name, or `{DEMO}`"
+        ) from error
+    if is_folder:
         return _folder(path, progress)
-    if path.is_file():
+    if is_file:
         return _converted(path, progress)
     repo, _, revision = model.partition("@")
     file = HUB_FILE.fullmatch(model)
-    if file is not None:
+    if file is not None and ".." not in model and len(file["repo"]) <= HUB_LIMIT:
         return _converted(_fetch_file(file["repo"], file["file"]), progress)
-    if not HUB_ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model) or ".." in model or len(repo) > HUB_LIMIT:
         raise CheckpointError(
-            f"{model}: no such folder; accepted a folder, a GGUF file, a hub id such as org/name, or `{DEMO}`"
+            f"{model if len(model) <= 200 else model[:200] + '...'}: no such folder; accepted a folder, a GGUF file, a hub id such as org/name, or `{DEMO}`"
         )
     return _fetch(repo, revision or None)
 

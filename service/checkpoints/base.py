@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (*FLOATS, torch.float64)  # of weights that are not quantised
 INTS = (torch.int32, torch.int64)
 # Buffers that transformers once stored; they follow from config.json.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "self_attn.masked_bias")
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 # What `nybble quantize` learnt beside the weights. JSON, because other tools take every safetensors file for weights.
 NOTES = "nybble.json"
+MOST_IMPORTANCE = 1e30
 HEAD_IMPORTANCE = "lm_head_importance"
 
 
@@ -134,7 +136,7 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Of config.json and of the weights' headers: another one means other weights."""
+        """Of config.json and of the weights' headers and samples of their contents: another one means other weights."""
         told = json.dumps(self.config, sort_keys=True, default=str)
         return hashlib.sha256(f"{told} {self._files.fingerprint}".encode()).hexdigest()
 
@@ -142,7 +144,7 @@ class Checkpoint:
         """Take layers from the folder's saved prepacked form of this layout, if it has one that belongs to it."""
         from nybble.service.checkpoints.prepacked import open_prepacked
 
-        self._prepacked = open_prepacked(self.folder, layout, self.fingerprint, self._drop_cache)
+        self._prepacked = open_prepacked(self.folder, layout, lambda: self.fingerprint, self._drop_cache)
 
     def has_saved(self, layer: str) -> bool:
         """Whether `saved` has this layer of the decoder ("model.layers.0.qkv")."""
@@ -191,7 +193,7 @@ class Checkpoint:
         if self.quantized(module):
             return self._format.read(self, module, n, k)
         if self.has_tensor(f"{module}.weight"):
-            return self.checked(f"{module}.weight", (n, k), FLOATS)
+            return self.checked(f"{module}.weight", (n, k), PLAIN)
         raise CheckpointError(
             f"{self.folder}: module {module} has neither {module}.{self._format.packed} nor {module}.weight; "
             "the weights do not belong to this config.json"
@@ -246,10 +248,13 @@ class Checkpoint:
         self.close()
 
     def _noted(self, values: Any, k: int) -> torch.Tensor:
-        numbers = isinstance(values, list) and all(isinstance(v, int | float) and v >= 0 for v in values)
+        numbers = isinstance(values, list) and all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= MOST_IMPORTANCE
+            for v in values
+        )
         if not numbers or len(values) != k:
             raise CheckpointError(
-                f"{self.folder / NOTES}: {HEAD_IMPORTANCE}: accepted {k} numbers >= 0; remove this file or quantise again"
+                f"{self.folder / NOTES}: {HEAD_IMPORTANCE}: accepted {k} numbers from 0 to {MOST_IMPORTANCE:g}; remove this file or quantise again"
             )
         return torch.tensor(values, dtype=torch.float32)
 
@@ -320,16 +325,16 @@ def finite(checkpoint: Checkpoint, name: str, scales: torch.Tensor) -> torch.Ten
 
 def act_order(checkpoint: Checkpoint, name: str, k: int, group_size: int) -> torch.Tensor | None:
     """int32 [K], the group of each k, from the tensor `name`; None when that is k // group_size (or never set, -1)."""
-    g_idx = checkpoint.checked(name, (k,), INTS).to(torch.int32)
-    if torch.equal(g_idx, torch.arange(k, dtype=torch.int32) // group_size) or bool((g_idx == -1).all()):
+    g_idx = checkpoint.checked(name, (k,), INTS).to(torch.int64)
+    if torch.equal(g_idx, torch.arange(k) // group_size) or bool((g_idx == -1).all()):
         return None
     low, high, groups = int(g_idx.min()), int(g_idx.max()), groups_of(k, group_size)
     if low < 0 or high >= groups:
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {name}: given groups {low}..{high}, accepted 0..{groups - 1} "
-            f"(K={k}, group_size {group_size})"
+            f"(K={k}, group_size {group_size}); {FETCH_AGAIN}"
         )
-    return g_idx
+    return g_idx.to(torch.int32)  # narrowed only now: a wide value could come out as a group that exists
 
 
 def groups_of(k: int, group_size: int) -> int:
@@ -337,12 +342,34 @@ def groups_of(k: int, group_size: int) -> int:
 
 
 def whole(quantization: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
-    """A whole number of a quantization_config. Raises CheckpointError naming the field."""
+    """A whole number of a quantization_config, also one written as 8.0. Raises CheckpointError naming the field."""
     value = quantization.get(field)
     if value is None and default is not None:
         return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise refused(where, field, value, "a whole number")
+    return value
+
+
+def names(quantization: Mapping[str, Any], field: str, where: str) -> tuple[str, ...]:
+    """A list of names or patterns of a quantization_config. Raises CheckpointError naming the field."""
+    value = quantization.get(field)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refused(where, field, value, "a list of names")
+    return tuple(value)
+
+
+def settings(quantization: Mapping[str, Any], field: str, where: str) -> dict[str, Any]:
+    """An object of a quantization_config, {} where there is none. Raises CheckpointError naming the field."""
+    value = quantization.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise refused(where, field, value, "an object")
     return value
 
 

@@ -29,11 +29,14 @@ from nybble.service.checkpoints.base import (
     group_size_of,
     groups_of,
     is_w4a16,
+    names,
     refused,
+    settings,
     whole,
 )
 from nybble.service.checkpoints.gptq import fields_of
 from nybble.service.errors import CheckpointError
+from nybble.service.json_files import FETCH_AGAIN
 
 PACK_QUANTIZED = "pack-quantized"
 REGEX = "re:"
@@ -56,18 +59,23 @@ class CompressedTensors(Format):
 
     def __init__(self, quantization: dict[str, Any], where: str) -> None:
         self._where = where
-        self._ignore = tuple(str(name) for name in quantization.get("ignore") or ())
-        sparsity = (quantization.get("sparsity_config") or {}).get("format")
+        self._ignore = names(quantization, "ignore", where)
+        sparsity = settings(quantization, "sparsity_config", where).get("format")
         if sparsity not in (None, "dense"):
             raise refused(where, "sparsity_config.format", sparsity, "dense weights")
-        if (quantization.get("transform_config") or {}).get("config_groups"):
+        if settings(quantization, "transform_config", where).get("config_groups"):
             raise refused(where, "transform_config", "rotations at run time", "no transforms")
-        groups = quantization.get("config_groups") or {}
+        groups = settings(quantization, "config_groups", where)
         if not groups:
             raise refused(where, "config_groups", groups, "at least one group of weights")
         default_format = quantization.get("format")
         self._groups = [
-            _group(group, f"{where}: config_groups.{name}", default_format) for name, group in groups.items()
+            _group(
+                settings(groups, name, f"{where}: config_groups"),
+                f"{where}: config_groups.{name}",
+                default_format,
+            )
+            for name in groups
         ]
         for pattern in (*self._ignore, *(target for group in self._groups for target in group.targets)):
             if pattern.startswith(REGEX):
@@ -142,7 +150,7 @@ def _covers(pattern: str, module: str) -> bool:
 
 
 def _group(group: dict[str, Any], where: str, default_format: str | None) -> Group:
-    weights = group.get("weights") or {}
+    weights = settings(group, "weights", where)
     format = group.get("format") or default_format
     if format != PACK_QUANTIZED:
         raise refused(where, "format", format, PACK_QUANTIZED)
@@ -164,12 +172,12 @@ def _group(group: dict[str, Any], where: str, default_format: str | None) -> Gro
     if strategy == "channel" or group_size is None:
         group_size = -1
     scheme = Scheme(
-        bits=weights["num_bits"],
+        bits=whole(weights, "num_bits", f"{where}: weights"),
         group_size=whole({"group_size": group_size}, "group_size", f"{where}: weights"),
         symmetric=flag(weights, "symmetric", f"{where}: weights", True),
         act_order=weights.get("actorder") in SHUFFLED,
     )
-    return Group(tuple(str(target) for target in group.get("targets") or ()), scheme)
+    return Group(names(group, "targets", where), scheme)
 
 
 def _check_shape(checkpoint: Checkpoint, module: str, n: int, k: int) -> None:
@@ -201,9 +209,10 @@ def _zeros(checkpoint: Checkpoint, name: str, scheme: Scheme, n: int, groups: in
             f"accepted int32 {list(packed)} (packed) or int8 {[n, groups]} (signed)"
         )
     middle = 1 << (scheme.bits - 1)
-    signed = value.to(torch.int16) + middle
-    if bool(((signed < 0) | (signed >= 2 * middle)).any()):
+    # Before anything is narrowed: a wide value could come out as one that is accepted.
+    if value.numel() and (int(value.min()) < -middle or int(value.max()) >= middle):
         raise CheckpointError(
-            f"{checkpoint.folder}: tensor {name}: given values outside {-middle}..{middle - 1}"
+            f"{checkpoint.folder}: tensor {name}: given {int(value.min())}..{int(value.max())}, accepted "
+            f"{-middle}..{middle - 1}; {FETCH_AGAIN}"
         )
-    return signed.to(torch.uint8)
+    return (value.to(torch.int16) + middle).to(torch.uint8)

@@ -16,6 +16,7 @@ from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN, read_json
 
 SINGLE_FILE = "model.safetensors"
+NAME_LIMIT_BYTES = 255
 PICKLES = ("*.bin", "*.pt", "*.pth")
 # How far the disk may be ahead of whoever repacks the tensors: a quarter of the memory that loading may take beyond
 # the weights.
@@ -67,8 +68,8 @@ class TensorFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Of all files' names, sizes and headers."""
-        parts = [f"{name} {file.fingerprint}" for name, file in sorted(self._open_files.items())]
+        """Of all files' names, sizes, headers and samples of their contents."""
+        parts = [f"{name} {file.sampled()}" for name, file in sorted(self._open_files.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def __contains__(self, name: str) -> bool:
@@ -185,18 +186,26 @@ def _files_of_index(index: Path) -> dict[str, set[str] | None]:
         raise CheckpointError(f"{index}: no weight_map in this index; {FETCH_AGAIN}")
     files: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or not _is_file_name(file):
             raise CheckpointError(
-                f"{index}: {name} is said to be in {file!r}; accepted a file name in the same folder"
+                f"{index}: {name} is said to be in {file!r:.80}; accepted a file name in the same folder"
             )
         if not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: {name} is said to be in {file!r}; accepted a .safetensors file (pickles are never opened)"
+                f"{index}: {name} is said to be in {file!r:.80}; accepted a .safetensors file (pickles are never opened)"
             )
         names = files.setdefault(file, set())
         assert names is not None
         names.add(name)
     return files
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a file system could hold it: no NUL, no half of a surrogate pair, not too long."""
+    try:
+        return "\0" not in name and len(name.encode()) <= NAME_LIMIT_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def _list(paths: list[Path], most: int = 3) -> str:

@@ -63,7 +63,7 @@ class Gptq(Format):
         self._version: str = version
         self._version_is_certain = False
         scheme = Scheme(
-            bits=quantization["bits"],
+            bits=whole(quantization, "bits", where),
             group_size=whole(quantization, "group_size", where),
             symmetric=flag(quantization, "sym", where, True),
             act_order=flag(quantization, "desc_act", where, False),
@@ -209,5 +209,6 @@ def fields_of(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _written_by_gptqmodel(quantization: dict[str, Any]) -> bool:
-    writers = (quantization.get("meta") or {}).get("quantizer") or ()
-    return any(str(w).startswith("gptqmodel") for w in ([writers] if isinstance(writers, str) else writers))
+    meta = quantization.get("meta")
+    writers = meta.get("quantizer") if isinstance(meta, dict) else None
+    return any(str(w).startswith("gptqmodel") for w in (writers if isinstance(writers, list) else [writers]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nybble.service.checkpoints.base import Scheme, flag, refused, whole
+from nybble.service.checkpoints.base import Scheme, flag, refused, settings, whole
 from nybble.service.errors import CheckpointError
 
 SKIP, ADD = "-:", "+:"
@@ -26,9 +26,10 @@ class Overrides:
         self._scheme = scheme
         self._where = where
         self._rows = [
-            (f"{source}[{pattern!r}]", pattern, fields or {})
+            (f"{source}[{pattern!r}]", pattern, settings(rows, pattern, f"{where}: {source}"))
             for source in ("dynamic", "extra_config")
-            for pattern, fields in (quantization.get(source) or {}).items()
+            for rows in (settings(quantization, source, where),)
+            for pattern in rows
         ]
         self._compiled = [self._compile(pattern, label) for label, pattern, _ in self._rows]
         for label, pattern, fields in self._rows:
@@ -53,7 +54,7 @@ class Overrides:
     def _changed(self, label: str, fields: Mapping[str, Any]) -> Scheme:
         where = f"{self._where}: {label}"
         given = fields.get("data_type")
-        if given not in (None, "int") and fields.get("bits", 0) < SIXTEEN:
+        if given not in (None, "int") and whole(fields, "bits", where, 0) < SIXTEEN:
             raise refused(where, "data_type", given, "int")
         s = self._scheme
         return replace(

@@ -2,8 +2,8 @@
 
     FOLDER/prepacked/cpu_int4-64-bfloat16.safetensors    one file per layout; "model.layers.0.qkv.packed", ...
 
-Its metadata names the layout, and a fingerprint of config.json and of the headers of the weights it was made from. A
-file of another layout, or made from other weights, is left alone. In a folder of its own because other tools take
+Its metadata names the layout, and a fingerprint of config.json and of the weights it was made from: their headers and
+samples of their contents. A file of another layout, made from other weights, or damaged, is left alone. In a folder of its own because other tools take
 every safetensors file beside config.json for weights. Written for CPUs: a GPU repacks on the device.
 """
 
@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "prepacked"
 DTYPE = torch.bfloat16
+KINDS: dict[str, type] = {"int": int, "bool": bool}
 
 
 class Prepacked:
@@ -43,6 +45,8 @@ class Prepacked:
                 name: LinearConfig(**{**fields, "dtype": DTYPE})
                 for name, fields in json.loads(file.metadata["configs"]).items()
             }
+        for name, config in self._configs.items():
+            _check_kinds(config, f"{file.path}: {name}")
         self._leaves: dict[str, list[str]] = {}
         for name in file.entries:
             self._leaves.setdefault(name.rpartition(".")[0], []).append(name)
@@ -71,6 +75,17 @@ class Prepacked:
         return self._file.read(self._file.entries[name], name, drop=self._drop_cache)
 
 
+def _check_kinds(config: LinearConfig, where: str) -> None:
+    """Raises CheckpointError for a field whose value is of another kind than LinearConfig says."""
+    for field in fields_of(config):
+        value, kind = getattr(config, field.name), str(field.type)
+        accepted = KINDS.get(kind)
+        if accepted is not None and type(value) is not accepted:
+            raise CheckpointError(
+                f"{where}: {field.name}: given {value!r:.80}, accepted {kind}; quantise again to renew this file"
+            )
+
+
 def prepacked_layout(target: Target, dtype: torch.dtype, broken: Broken = frozenset()) -> str | None:
     """The layout in which this device's first choice of kernel keeps a plain int4 layer, if that may be saved."""
     config = LinearConfig(k=256, n=256, dtype=dtype, group_size=32, symmetric=True)
@@ -78,23 +93,46 @@ def prepacked_layout(target: Target, dtype: torch.dtype, broken: Broken = frozen
 
 
 def open_prepacked(
-    folder: Path, layout: str | None, fingerprint: str, drop_cache: bool = False
+    folder: Path, layout: str | None, fingerprint: Callable[[], str], drop_cache: bool = False
 ) -> Prepacked | None:
-    """The saved layers of a layout, None when there are none, or when they were made from other weights."""
+    """The saved layers of a layout, None when there are none, when they were made from other weights, or when the file
+    is damaged: both are said in the log."""
     path = folder / FOLDER / f"{layout}.safetensors"
     if layout is None or not path.is_file():
         return None
-    file = SafetensorsFile(path)
-    made_from = file.metadata.get("fingerprint")
-    newest = max(p.stat().st_mtime for p in folder.glob("*.safetensors"))
-    if file.metadata.get("layout") != layout or made_from != fingerprint or path.stat().st_mtime < newest:
-        log.warning(
-            "%s: made from other weights than those beside it; not used. Quantise again to renew it", path
-        )
+    try:
+        file = SafetensorsFile(path)
+    except CheckpointError as error:
+        log.warning("%s; the saved layers are not used", error)
+        return None
+    try:
+        if not _belongs(file, layout, fingerprint):
+            log.warning(
+                "%s: made from other weights than those beside it; not used. Quantise again to renew it", path
+            )
+            file.close()
+            return None
+        saved = Prepacked(file, layout, drop_cache)
+    except CheckpointError as error:
+        log.warning("%s; the saved layers are not used", error)
         file.close()
         return None
+    except BaseException:
+        file.close()
+        raise
     log.info("%s: loading weights as they were prepacked", path)
-    return Prepacked(file, layout, drop_cache)
+    return saved
+
+
+def _belongs(file: SafetensorsFile, layout: str, fingerprint: Callable[[], str]) -> bool:
+    # is_file: a link that leads nowhere may lie beside the weights.
+    weights = [p for p in file.path.parent.parent.glob("*.safetensors") if p.is_file()]
+    newest = max((p.stat().st_mtime for p in weights), default=0.0)
+    return (
+        file.metadata.get("layout") == layout
+        and file.path.stat().st_mtime >= newest
+        and file.metadata.get("fingerprint") == fingerprint()
+    )
 
 
 def prepack(folder: Path, on_bytes: Callable[[int, int], None] | None = None) -> Path | None:

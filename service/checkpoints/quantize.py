@@ -26,13 +26,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
-from nybble.service.checkpoints.base import HEAD_IMPORTANCE, NOTES
+from nybble.service.checkpoints.base import HEAD_IMPORTANCE, NOTES, PLAIN, all_finite
 from nybble.service.checkpoints.calibration import HEAD, importance, text_tokens
 from nybble.service.checkpoints.files import TensorFiles
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.rounding import quantize_tensor
 from nybble.service.errors import CheckpointError
-from nybble.service.json_files import read_json, write_json
+from nybble.service.json_files import FETCH_AGAIN, read_json, write_json
 
 __all__ = ["QuantizeOptions", "quantize", "quantize_tensor"]
 
@@ -105,6 +105,11 @@ class FolderSource:
         self.config = read_json(folder / "config.json")
         for key in ("quantization_config", "compression_config"):
             if self.config.get(key):
+                if not isinstance(self.config[key], dict):
+                    raise CheckpointError(
+                        f"{folder / 'config.json'}: {key}: given {self.config[key]!r:.100}, accepted none, or an object; "
+                        "remove it if these are 16-bit weights"
+                    )
                 method = self.config[key].get("quant_method")
                 raise CheckpointError(
                     f"{folder}: already quantised ({key}: {method}); accepted a 16-bit folder or a GGUF file"
@@ -123,7 +128,14 @@ class FolderSource:
         return self._files.nbytes(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._files.tensor(name)
+        value = self._files.tensor(name)
+        if value.is_floating_point() and value.dtype not in PLAIN:
+            accepted = ", ".join(str(d).removeprefix("torch.") for d in PLAIN)
+            raise CheckpointError(
+                f"{self._folder}: tensor {name}: given {str(value.dtype).removeprefix('torch.')}, accepted {accepted}; "
+                "quantise the 16-bit weights of this model"
+            )
+        return value
 
     def exact(self, name: str) -> W4A16Weight | None:
         """None: nothing is quantised yet."""
@@ -238,6 +250,11 @@ def _plan(source: Source, options: QuantizeOptions, src: Path) -> Plan:
             exact.append(module)
         if not LAYER_WEIGHT.fullmatch(name) or len(shape) != 2 or module.rpartition(".")[2] in ROUTERS:
             continue
+        if not shape[0] or not shape[1]:
+            raise CheckpointError(
+                f"{src}: module {module}: given a weight {list(shape)}, accepted at least one row and one column; "
+                f"{FETCH_AGAIN}"
+            )
         if shape[1] % group_size:
             fitting = [str(g) for g in GROUP_SIZES if shape[1] % g == 0]
             raise CheckpointError(
@@ -307,9 +324,15 @@ def _write_tensors(
 
 def _unquantised(source: Source, name: str) -> torch.Tensor:
     value = source.tensor(name)
-    if value.dtype != torch.float32:
+    if value.is_floating_point() and not all_finite(value):
+        raise CheckpointError(f"tensor {name} holds values that are not finite (inf or nan); {FETCH_AGAIN}")
+    if value.dtype not in (torch.float32, torch.float64):
         return value
     rounded = value.to(source.dtype)
+    if not all_finite(rounded):
+        raise CheckpointError(
+            f'tensor {name} holds values beyond {source.dtype}; set "dtype": "bfloat16" in config.json'
+        )
     keep = source.keeps_float32 and value.nbytes <= FLOAT32_BYTES and not torch.equal(rounded.float(), value)
     return value if keep else rounded
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,9 +25,14 @@ from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN
 
 LENGTH_BYTES = 8
+# Of all dimensions together, those that are 0 left out: torch's strides hold no more than 63 bits.
+SIZE_LIMIT = 1 << 60
 HEADER_LIMIT_BYTES = 100_000_000  # what the format's own library accepts
 BLOCK_BYTES = 8 << 20  # one pread: enough that the disk is not waited for between two
 THREADS = 2  # reading: one more than the disk needs, so that a small tensor does not stall a large one
+# What `sampled` reads: evenly spaced blocks, the first and the last among them. A file that has no more is read whole.
+SAMPLES = 512
+SAMPLE_BYTES = 4096
 PIN_LIMIT_BYTES = 128 << 20  # torch keeps pinned memory for reuse, so only tensors that come often are pinned
 
 # The format's own type names. Others (sub-byte floats, complex numbers) are no part of any model here.
@@ -66,9 +72,13 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{path}: this file is missing, but the folder's index names it; fetch the missing file"
             ) from None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise CheckpointError(f"{path}: cannot be opened ({error}); {FETCH_AGAIN}") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise CheckpointError(
+                    f"{path}: given something else than a file, accepted a file; {FETCH_AGAIN}"
+                )
             self.entries = self._read_header()
         except BaseException:
             os.close(self._fd)
@@ -101,6 +111,20 @@ class SafetensorsFile:
         if drop:
             self._drop(entry.start, stop)
         return data.view(entry.dtype).view(shape)
+
+    def sampled(self) -> str:
+        """A hash of the size, of the header, and of SAMPLES blocks of the contents."""
+        told = hashlib.sha256(self.fingerprint.encode())
+        size = os.fstat(self._fd).st_size
+        blocks = -(-size // SAMPLE_BYTES)
+        count = min(blocks, SAMPLES)
+        for i in range(count):
+            block = i * (blocks - 1) // max(1, count - 1)
+            try:
+                told.update(os.pread(self._fd, SAMPLE_BYTES, block * SAMPLE_BYTES))
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error}); {FETCH_AGAIN}") from error
+        return told.hexdigest()
 
     def _fill(self, target: memoryview, offset: int, name: str) -> None:
         done = 0
@@ -157,6 +181,8 @@ class SafetensorsFile:
         if (
             not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
             or stop < start
+            or prod(max(n, 1) for n in shape) > SIZE_LIMIT
+            or stop > SIZE_LIMIT
         ):
             raise self._incomplete(size, f"its header describes {name} as {fields!r:.80}")
         dtype = DTYPES.get(type_name) if isinstance(type_name, str) else None

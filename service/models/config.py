@@ -90,8 +90,13 @@ def _window_from_layer(c: Raw, layers: int) -> tuple[int | None, ...]:
     window = _window(c)
     if not _flag(c, "use_sliding_window") or window is None:
         return (None,) * layers
-    first = int(c.get("max_window_layers", layers))
-    return _windows_by_type(c, window, ["full_attention"] * first + ["sliding_attention"] * (layers - first))
+    first = c.get("max_window_layers")
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ConfigError(
+            f"config.json: max_window_layers is {_short(first)}: accepted a whole number >= 0 (the first layer with a window)"
+        )
+    types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return _windows_by_type(c, window, types)
 
 
 def _window_alternating(every: int) -> Callable[[Raw, int], tuple[int | None, ...]]:
@@ -113,10 +118,15 @@ def _window_alternating(every: int) -> Callable[[Raw, int], tuple[int | None, ..
 
 
 def _windows_by_type(c: Raw, window: int, default: list[str]) -> tuple[int | None, ...]:
+    """default: what layers are where layer_types does not say, one entry per layer."""
     types = c.get("layer_types")
     if types is None:
         types = default
     known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or not all(isinstance(t, str) for t in types):
+        raise ConfigError(
+            f"config.json: layer_types is {_short(types)}: accepted a list of {len(default)} of {sorted(known)}"
+        )
     bad = sorted(set(types) - set(known))
     if bad or len(types) != len(default):
         raise ConfigError(
@@ -165,6 +175,7 @@ def _query_scalar(c: Raw, head_dim: int) -> float:
 
 
 _QWEN_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA_FIELDS = frozenset(
     {
         *("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"),
@@ -195,10 +206,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"sliding_window": 4096},
     ),
     "Qwen2ForCausalLM": Architecture(
-        qkv_bias=_always(True), o_bias=_always(False), windows=_window_from_layer, extra=_QWEN_FIELDS
+        qkv_bias=_always(True),
+        o_bias=_always(False),
+        windows=_window_from_layer,
+        extra=_QWEN_FIELDS,
+        defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3ForCausalLM": Architecture(
-        qk_norm=True, windows=_window_from_layer, extra=_QWEN_FIELDS | {"attention_bias"}
+        qk_norm=True,
+        windows=_window_from_layer,
+        extra=_QWEN_FIELDS | {"attention_bias"},
+        defaults=_QWEN_DEFAULTS,
     ),
     "Phi3ForCausalLM": Architecture(
         qkv_bias=_always(False),
@@ -291,6 +309,10 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
     hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
     kv_heads = _positive(raw, "num_key_value_heads", heads)
     layers = _positive(raw, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"config.json: num_hidden_layers is {_short(layers)}: accepted a positive whole number up to {_MOST_LAYERS}"
+        )
     if raw.get("head_dim") is None and hidden % heads:
         raise ConfigError(
             f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}: add head_dim"
@@ -343,6 +365,8 @@ def _read_config(raw: Mapping[str, Any], folder: Path | None) -> DecoderConfig:
 
 # No model's is above a few 1e-5; a larger one would drown what is normalised.
 _MOST_EPS = 1e-2
+# Far beyond any model: a larger number is damage, and is known before anything is made per layer.
+_MOST_LAYERS = 10_000
 # The spellings of each activation in config.json.
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
@@ -384,10 +408,10 @@ def _positive(raw: Mapping[str, Any], field: str, default: int | None = None) ->
     return value
 
 
-def _flag(fields: Mapping[str, Any], field: str) -> bool:
+def _flag(fields: Mapping[str, Any], field: str, where: str = "") -> bool:
     value = fields.get(field)
     if value not in (None, True, False):
-        raise ConfigError(f"config.json: {field} is {_short(value)}: accepted true or false")
+        raise ConfigError(f"config.json: {where}{field} is {_short(value)}: accepted true or false")
     return bool(value)
 
 
@@ -395,20 +419,30 @@ def _optional_number(fields: Mapping[str, Any], field: str) -> float | None:
     return None if fields.get(field) is None else _number(fields, field, None)
 
 
+# What float32 can hold with room for a product: beyond it a number is damage.
+_LEAST, _MOST = 1e-30, 1e30
+
+
 def _number(
-    fields: Mapping[str, Any], field: str, default: float | None, where: str = "", most: float = math.inf
+    fields: Mapping[str, Any],
+    field: str,
+    default: float | None,
+    where: str = "",
+    most: float = math.inf,
+    above: float = 0.0,
 ) -> float:
+    """A positive finite number, at most `most` and larger than `above`. Raises ConfigError naming the field."""
     value = fields.get(field)
     if value is None:
         value = default
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)
-        or not 0 < value < math.inf
-        or value > most
+        or not _LEAST <= value <= min(most, _MOST)
+        or value <= above
     ):
-        limit = f" up to {most:g}" if most < math.inf else ""
-        raise ConfigError(f"config.json: {where}{field} is {value!r}: accepted a positive number{limit}")
+        limit = (f" above {above:g}" if above else "") + (f" up to {most:g}" if most < math.inf else "")
+        raise ConfigError(f"config.json: {where}{field} is {value!r:.100}: accepted a positive number{limit}")
     return float(value)
 
 
@@ -443,12 +477,9 @@ def _ropes(
     """The rotation of all layers, and that of layers with a window where it is another one.
 
     Read from rope_parameters (transformers 5, where Gemma 3 has one entry per layer type) or from rope_theta,
-    rope_local_base_freq and rope_scaling (4.x); both styles may stand side by side.
+    rope_local_base_freq and rope_scaling (4.x); both styles may stand side by side where they do not disagree.
     """
-    where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    given = raw.get(where) or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"config.json: {where} is {_short(given)}: accepted an object")
+    where, given = _given_ropes(raw)
     by_type = set(given) & _BY_TYPE
     local_theta = raw.get("rope_local_base_freq")
     if not by_type:
@@ -467,6 +498,56 @@ def _ropes(
     return full, window
 
 
+def _given_ropes(raw: Raw) -> tuple[str, dict[str, Any]]:
+    """What rope_parameters and rope_scaling say together, and where most of it stands."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        given = raw.get(name) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"config.json: {name} is {_short(given)}: accepted an object")
+        if given:
+            found[name] = _one_spelling(given, name)
+    if len(found) < 2:
+        return next(iter(found.items()), ("rope_scaling", {}))
+    newer, older = found["rope_parameters"], found["rope_scaling"]
+    if set(newer) & _BY_TYPE and not set(older) & _BY_TYPE:
+        older = {
+            "full_attention": older
+        }  # before there were entries per type, it was of layers without a window
+    return "rope_parameters", _merged(newer, older, "")
+
+
+def _one_spelling(given: Raw, where: str) -> dict[str, Any]:
+    """With rope_type for `type`, and without fields that say nothing."""
+    fields = {k: v for k, v in given.items() if v is not None}
+    old = fields.pop("type", None)
+    if old is not None and fields.setdefault("rope_type", old) != old:
+        raise ConfigError(
+            f"config.json: {where}.rope_type is {_short(fields['rope_type'])} and {where}.type is {_short(old)}: accepted "
+            "one of them, or the same twice; remove the wrong one"
+        )
+    for kind in set(fields) & _BY_TYPE:
+        if not isinstance(fields[kind], dict):
+            raise ConfigError(f"config.json: {where}.{kind} is {_short(fields[kind])}: accepted an object")
+        fields[kind] = _one_spelling(fields[kind], f"{where}.{kind}")
+    return fields
+
+
+def _merged(newer: Raw, older: Raw, below: str) -> dict[str, Any]:
+    """All fields of both. Raises ConfigError naming one on which they disagree."""
+    merged = {**older, **newer}
+    for name in set(newer) & set(older):
+        if name in _BY_TYPE:
+            merged[name] = _merged(newer[name], older[name], f"{name}.")
+        elif newer[name] != older[name]:
+            field = f"{below}{name}"
+            raise ConfigError(
+                f"config.json: rope_parameters.{field} is {_short(newer[name])} and rope_scaling's {name} is "
+                f"{_short(older[name])}: accepted the same in both; remove the wrong one"
+            )
+    return merged
+
+
 def _rope(
     raw: Raw,
     arch: Architecture,
@@ -476,9 +557,8 @@ def _rope(
     head_dim: int,
     max_positions: int,
 ) -> RopeConfig:
-    theta = _number({"rope_theta": fields.pop("rope_theta", None) or default_theta}, "rope_theta", 10000.0)
-    kind = str(fields.pop("rope_type", None) or fields.get("type") or "default")
-    fields.pop("type", None)
+    theta = _number({"rope_theta": fields.pop("rope_theta", default_theta)}, "rope_theta", 10000.0, above=1.0)
+    kind = str(fields.pop("rope_type", "default"))
     if arch.packed and kind in ("su", "yarn"):
         kind = "longrope"  # what Phi-3's first releases called it
     if kind not in INV_FREQ:
@@ -496,10 +576,11 @@ def _rope(
     def number(field: str, default: float | None = None) -> float:
         return _number(fields, field, default, f"{where}.")
 
-    original = int(
-        number(
-            "original_max_position_embeddings", raw.get("original_max_position_embeddings") or max_positions
-        )
+    name = "original_max_position_embeddings"
+    beside = raw.get(name)
+    own = beside if fields.get(name) is None else fields[name]
+    original = _original_positions(
+        max_positions if own is None else own, name if own is beside else f"{where}.{name}"
     )
     if kind == "longrope":
         return _longrope(replace(base, original_max_positions=original), fields, where, max_positions)
@@ -508,16 +589,23 @@ def _rope(
         return base
     base = replace(base, original_max_positions=original)
     if kind == "llama3":
-        return replace(
-            base, low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor")
-        )
+        low = number("low_freq_factor")
+        high = _number(fields, "high_freq_factor", None, f"{where}.", above=low)
+        return replace(base, low_freq_factor=low, high_freq_factor=high)
     return replace(
         base,
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        truncate=fields.get("truncate") is not False,
-        attention_factor=_yarn_attention_factor(fields, base.factor),
+        truncate=_flag({"truncate": True} | fields, "truncate", f"{where}."),
+        attention_factor=_yarn_attention_factor(fields, base.factor, f"{where}."),
     )
+
+
+def _original_positions(value: Any, field: str) -> int:
+    number = _number({field: value}, field, None, above=1.0)
+    if number != int(number):
+        raise ConfigError(f"config.json: {field} is {_short(value)}: accepted a whole number above 1")
+    return int(number)
 
 
 def _rotary_dim(partial: Any, arch: Architecture, head_dim: int) -> int:
@@ -558,17 +646,18 @@ def _longrope(base: RopeConfig, fields: dict[str, Any], where: str, max_position
     )
 
 
-def _yarn_attention_factor(fields: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(fields: Mapping[str, Any], factor: float, where: str) -> float:
     """The scale of cos and sin: stated, or 0.1 ln(factor) + 1, or the ratio of the two mscale variants of it."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if fields.get("attention_factor") is not None:
-        return float(fields["attention_factor"])
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return mscale(float(fields["mscale"])) / mscale(float(fields["mscale_all_dim"]))
-    return mscale(1.0)
+        return _number(fields, "attention_factor", None, where)
+    # 0 stands for one left out.
+    given = {k: fields[k] for k in ("mscale", "mscale_all_dim") if fields.get(k) is not None}
+    weights = [_number(given, k, None, where) for k, v in given.items() if v != 0 or isinstance(v, bool)]
+    return mscale(weights[0]) / mscale(weights[1]) if len(weights) == 2 else mscale(1.0)
 
 
 def _eos_ids(raw: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from nybble.service.models.ops import OPS, HeadNorm
 
 log = logging.getLogger(__name__)
 
+# What a tensor that is not quantised may be stored in.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
 # Norms of a block by the Block's field; `post` where each half also normalises its output.
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -178,22 +180,22 @@ class _Loader:
             if kind == "qkv" and c.qk_norm:
                 yield from (f"{prefix}.self_attn.{name}_norm.weight" for name in ("q", "k"))
 
-    def plain(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self.source.tensor(name)
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise CheckpointError(
-                f"tensor {name}: given {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, accepted a "
-                f"floating {list(shape)} by config.json: the two do not belong together"
-            )
-        # The sum tells, without a second tensor of that size.
-        if not math.isfinite(float(tensor.sum(dtype=torch.float32))):
-            raise CheckpointError(
-                f"tensor {name} holds values that are not finite (inf or nan): fetch it again"
-            )
-        return tensor
+    def plain(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor that is no linear weight, as stored; sound in `dtype`, the activation type unless given."""
+        return _sound(name, _shaped(name, self.source.tensor(name), shape), dtype or self.dtype)
+
+    def norm_plain(self, name: str, size: int) -> torch.Tensor:
+        return self.plain(name, size, dtype=torch.float32 if self.config.norm_offset else self.dtype)
+
+    def linear(self, module: str, n: int, k: int) -> W4A16Weight | torch.Tensor:
+        weight = self.source.linear(module, n, k)
+        if isinstance(weight, torch.Tensor):
+            return _sound(f"{module}.weight", weight, self.dtype)
+        _sound(f"{module}'s scales", weight.scales, self.dtype)
+        return weight
 
     def norm(self, name: str) -> RmsNorm:
-        weight = self.norm_weight(self.plain(name, self.config.hidden_size))
+        weight = self.norm_weight(self.norm_plain(name, self.config.hidden_size))
         return RmsNorm(weight.to(self.device), self.config.rms_norm_eps)
 
     def norm_weight(self, stored: torch.Tensor) -> torch.Tensor:
@@ -220,10 +222,10 @@ class _Loader:
                     f"no weight for {HEAD}, and config.json does not tie it to the embedding; if it is tied, set "
                     '"tie_word_embeddings": true in config.json, else fetch the missing file'
                 )
-            return self.source.linear(HEAD, *shape)
+            return self.linear(HEAD, *shape)
         if not self.source.has(HEAD):
             return embedding
-        own = self.source.linear(HEAD, *shape)
+        own = self.linear(HEAD, *shape)
         if isinstance(own, torch.Tensor) and torch.equal(own.to(self.device, self.dtype), embedding):
             return embedding
         kind = "another weight" if isinstance(own, torch.Tensor) else "a quantised weight"
@@ -259,7 +261,7 @@ class _Loader:
         order = head_order(c.rope)
         weights = []
         for name in ("q", "k"):
-            weight = self.plain(f"{prefix}.self_attn.{name}_norm.weight", c.head_dim)
+            weight = self.norm_plain(f"{prefix}.self_attn.{name}_norm.weight", c.head_dim)
             weight = self.norm_weight(weight if order is None else weight[order])
             weights.append(weight.to(self.device, self.dtype))
         return self.ops.head_norm(weights[0], weights[1], c.rms_norm_eps)
@@ -270,6 +272,9 @@ class _Loader:
         modules = [f"{prefix}.{name}" for name in names]
         if self.source.has_saved(f"{prefix}.{kind}"):
             saved = self.source.saved(f"{prefix}.{kind}", modules)
+            for part, value in saved.tensors.items():
+                if value.is_floating_point():
+                    _sound(f"{prefix}.{kind}.{part} as it was prepacked", value, self.dtype)
             joined = _joined([self.bias(module) if has_bias else None for module in modules])
             if joined is not None and kind == "qkv" and self.row_order is not None:
                 joined = joined[self.row_order]
@@ -279,7 +284,7 @@ class _Loader:
                 raise CheckpointError(
                     f"{prefix}.{kind} as it was prepacked: {error}; quantise again, or remove it"
                 ) from error
-        weights = [self.source.linear(module, *self.modules[module]) for module in modules]
+        weights = [self.linear(module, *self.modules[module]) for module in modules]
         biases = [self.bias(module) if has_bias else None for module in modules]
         if kind == "qkv" and self.row_order is not None:
             weights, biases = self.turned(weights, biases)
@@ -323,12 +328,8 @@ class _Loader:
             raise CheckpointError(
                 f"{module}.bias: missing, but {self.config.architecture} with this config.json needs it"
             )
-        if bias.shape != (n,) or not bias.is_floating_point():
-            raise CheckpointError(
-                f"tensor {module}.bias: given {str(bias.dtype).removeprefix('torch.')} {list(bias.shape)}, "
-                f"accepted a floating [{n}]"
-            )
-        return bias
+        name = f"{module}.bias"
+        return _sound(name, _shaped(name, bias, (n,)), self.dtype)
 
     def single(
         self,
@@ -343,6 +344,33 @@ class _Loader:
         return W4A16Linear(
             weight, bias, self.dtype, self.device, dense=dense, broken=self.broken, label=label
         )
+
+
+def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor. Raises CheckpointError for another shape, or a type that means nothing without scales."""
+    if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
+        accepted = " or ".join(str(d).removeprefix("torch.") for d in FLOATS)
+        raise CheckpointError(
+            f"tensor {name}: given {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, accepted {accepted} "
+            f"{list(shape)} by config.json: the two do not belong together; take another copy of this model"
+        )
+    return tensor
+
+
+def _sound(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as it is. Raises CheckpointError where it is not finite, or would not be in `dtype`."""
+    # The sum tells, without a second tensor of that size; it may also be too large by itself.
+    if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"tensor {name} holds values that are not finite (inf or nan): fetch it again")
+    if tensor.numel() and torch.finfo(tensor.dtype).max > torch.finfo(dtype).max:
+        ends = torch.stack(torch.aminmax(tensor))
+        if not bool(torch.isfinite(ends.to(dtype)).all()):
+            kind = str(dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"tensor {name}: given {float(ends[0]):.4g}..{float(ends[1]):.4g}, accepted up to "
+                f"{torch.finfo(dtype).max:.4g} in {kind}: serve this model with `--dtype bfloat16` (or float32)"
+            )
+    return tensor
 
 
 def _row_order(c: DecoderConfig) -> torch.Tensor | None:

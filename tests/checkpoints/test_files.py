@@ -125,6 +125,16 @@ def test_bad_index(sharded: Path, text: str) -> None:
         open_checkpoint(sharded)
 
 
+@pytest.mark.parametrize(
+    "name", ["a\0.safetensors", "\ud800.safetensors", "a" * 5000 + ".safetensors"], ids=ascii
+)
+def test_an_index_of_names_that_no_file_can_have(sharded: Path, name: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(CheckpointError, match="x is said to be in .{1,90}; accepted a file name") as error:
+        open_checkpoint(sharded)
+    str(error.value).encode()
+
+
 def test_shards_without_an_index(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="2 safetensors files .* without model.safetensors.index.json"):
@@ -253,6 +263,24 @@ class TestResolve:
             match="no such folder; accepted a folder, a GGUF file, a hub id such as org/name, or `demo`|no config.json",
         ):
             resolve(name)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "org/na..me",
+            "org/name@../x",
+            "org/name/../x.gguf",
+            "a/" + "b" * 5000,
+            "~nouser",
+            "~nouser/m",
+            "a\0b",
+        ],
+        ids=lambda name: name[:20].replace("\0", "0"),
+    )
+    def test_a_name_that_nothing_could_have(self, name: str) -> None:
+        with pytest.raises(CheckpointError, match="accepted a folder, a GGUF file, a hub id") as error:
+            resolve(name)
+        assert len(str(error.value)) < 500
 
     def test_hub_that_cannot_be_reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline(*args: object, **kwargs: object) -> str:

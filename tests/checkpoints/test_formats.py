@@ -124,6 +124,17 @@ class TestCompressedTensors:
         with pytest.raises(CheckpointError, match=r"weight_g_idx: given groups 0\.\.63, accepted 0\.\.1"):
             _read(write(compressed(), tensors))
 
+    @pytest.mark.parametrize("wide", [1 << 16, 65536 * 3, 1 << 32, 1 << 40, -(1 << 40)])
+    def test_wide_values_are_compared_before_they_are_narrowed(self, write, layer, wide: int) -> None:
+        q, z, s = layer
+        tensors = {f"{M}.weight_packed": pack(q), f"{M}.weight_scale": s}
+        zeros, order = (z - 8).long(), (torch.arange(K) % 2).long()
+        zeros[0, 0], order[0] = wide, wide
+        with pytest.raises(CheckpointError, match=r"weight_zero_point: given .*accepted -8\.\.7"):
+            _read(write(compressed(symmetric=False), tensors | {f"{M}.weight_zero_point": zeros}))
+        with pytest.raises(CheckpointError, match=r"weight_g_idx: given groups .*accepted 0\.\.1"):
+            _read(write(compressed(), tensors | {f"{M}.weight_g_idx": order}))
+
     @pytest.mark.parametrize("pattern", [M, "model.layers.0.self_attn", "re:.*q_proj"])
     def test_ignored_module_stays_16_bit(self, write, pattern: str) -> None:
         plain = torch.randn(N, K, dtype=torch.bfloat16)
@@ -701,3 +712,52 @@ def test_a_value_of_another_kind_is_refused(write, change: dict[str, Any]) -> No
 def test_a_group_size_of_another_kind_is_refused(write, change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="quantization_config: "):
         open_checkpoint(write(compressed(**change), {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ignore": 5}, "quantization_config: ignore: given 5, accepted a list of names"),
+        ({"ignore": "lm_head"}, "ignore: given 'lm_head', accepted a list of names"),
+        ({"ignore": [5]}, r"ignore: given \[5\], accepted a list of names"),
+        ({"config_groups": [1]}, r"config_groups: given \[1\], accepted an object"),
+        ({"config_groups": {"g": 5}}, "config_groups: g: given 5, accepted an object"),
+        ({"config_groups": {"g": {"format": "pack-quantized", "weights": 5}}}, "weights: given 5, accepted"),
+        ({"sparsity_config": "x"}, "sparsity_config: given 'x', accepted an object"),
+        ({"transform_config": "x"}, "transform_config: given 'x', accepted an object"),
+    ],
+    ids=str,
+)
+def test_fields_of_another_kind_are_named(write, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(write(compressed() | change, {}))
+
+
+@pytest.mark.parametrize("targets", [5, "Linear", [5], {"a": 1}], ids=str)
+def test_targets_of_another_kind_are_named(write, targets: Any) -> None:
+    quantization = compressed()
+    quantization["config_groups"]["group_0"]["targets"] = targets
+    with pytest.raises(CheckpointError, match="group_0: targets: given .*, accepted a list of names"):
+        open_checkpoint(write(quantization, {}))
+
+
+@pytest.mark.parametrize("field", ["dynamic", "extra_config"])
+@pytest.mark.parametrize("given", [5, "x", [1], {"a": 5}], ids=str)
+def test_overrides_of_another_kind_are_named(write, field: str, given: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"{field}: .*given .*, accepted an object"):
+        open_checkpoint(write(gptq(**{field: given}), {}))
+
+
+@pytest.mark.parametrize("bits", [4.0, 8.0])
+def test_bits_written_with_a_point_are_whole_numbers(write, layer, bits: float) -> None:
+    q, _, s = layer
+    packed = pack(q) if bits == 4 else pack8(q + 120)
+    tensors = {f"{M}.weight_packed": packed, f"{M}.weight_scale": s}
+    weight = _any(write(compressed(num_bits=bits, group_size=float(G)), tensors))
+    assert isinstance(weight, W4A16Weight) == (bits == 4)
+    tensors = {f"{M}.qweight": packed.t(), f"{M}.scales": s.t()}
+    again = _any(write(gptq(sym=True, bits=bits, group_size=float(G)), tensors))
+    if bits == 4:
+        _same(again, q, None, s)
+    else:
+        assert torch.equal(again, weight)

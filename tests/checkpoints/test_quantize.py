@@ -16,6 +16,7 @@ from nybble.service.checkpoints.calibration import TEXT, importance, text_tokens
 from nybble.service.checkpoints.quantize import FolderSource, QuantizeOptions, quantize
 from nybble.service.errors import CheckpointError
 
+DATA = Path(__file__).parents[1] / "data"
 DOWN = "model.layers.1.mlp.down_proj"
 PLAIN = QuantizeOptions(calibrate=False)
 
@@ -287,3 +288,49 @@ def test_of_two_runs_at_once_one_wins(
         quantize(folder_16_bit, tmp_path / "out", PLAIN, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     open_checkpoint(tmp_path / "out").close()
+
+
+def _changed(folder: Path, dst: Path, name: str, change: Any) -> Path:
+    shutil.copytree(folder, dst)
+    tensors = load_file(dst / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, dst / "model.safetensors")
+    return dst
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", f"{DOWN}.weight"])
+def test_fp8_without_scales_is_refused(folder_16_bit: Path, tmp_path: Path, name: str) -> None:
+    src = _changed(folder_16_bit, tmp_path / "src", name, lambda t: t.to(torch.float8_e4m3fn))
+    with pytest.raises(CheckpointError, match=f"{name}: given float8_e4m3fn, accepted bfloat16"):
+        quantize(src, tmp_path / "out", PLAIN, progress=False)
+
+
+def test_numbers_that_are_not_finite_are_refused(folder_16_bit: Path, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    src = _changed(folder_16_bit, tmp_path / "src", name, lambda t: t * float("inf"))
+    with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite"):
+        quantize(src, tmp_path / "out", PLAIN, progress=False)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_of_another_kind_are_refused(folder_16_bit: Path, tmp_path: Path, key: str) -> None:
+    src = shutil.copytree(folder_16_bit, tmp_path / "src")
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps(config | {key: "x"}))
+    with pytest.raises(CheckpointError, match=f"{key}: given 'x', accepted none, or an object"):
+        quantize(src, tmp_path / "out", PLAIN, progress=False)
+
+
+def test_a_weight_without_rows_is_refused(folder_16_bit: Path, tmp_path: Path) -> None:
+    src = _changed(folder_16_bit, tmp_path / "src", f"{DOWN}.weight", lambda t: t[:0])
+    with pytest.raises(CheckpointError, match=rf"module {DOWN}: given a weight \[0, 256\]"):
+        quantize(src, tmp_path / "out", PLAIN, progress=False)
+
+
+@pytest.mark.parametrize("value", [10**400, -1, True, "1"], ids=["huge", "negative", "true", "text"])
+def test_notes_of_another_kind_are_refused(tmp_path: Path, value: Any) -> None:
+    folder = shutil.copytree(DATA / "llama-ct-g32", tmp_path / "m")
+    (folder / "nybble.json").write_text(json.dumps({"lm_head_importance": [value] * 64}))
+    with open_checkpoint(folder) as checkpoint:
+        with pytest.raises(CheckpointError, match="lm_head_importance: accepted 64 numbers from 0 to"):
+            checkpoint.head_importance(64)

@@ -79,6 +79,19 @@ def test_a_header_that_does_not_fit_is_refused(
         SafetensorsFile(raw(tmp_path / "m.safetensors", header, data, length))
 
 
+@pytest.mark.parametrize("shape", [[0, 10**30], [2**63, 0], [0, 2**40, 2**40]], ids=str)
+def test_a_dimension_beyond_all_bounds_is_refused_also_beside_a_0(tmp_path: Path, shape: list[int]) -> None:
+    header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+    with pytest.raises(CheckpointError, match="its header describes a as"):
+        SafetensorsFile(raw(tmp_path / "m.safetensors", header, b""))
+
+
+def test_a_folder_in_place_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="model.safetensors: given something else than a file"):
+        SafetensorsFile(tmp_path / "model.safetensors")
+
+
 def test_a_type_of_another_kind_is_refused_when_it_is_read(tmp_path: Path) -> None:
     file = SafetensorsFile(raw(tmp_path / "m.safetensors", of(dtype="F4", shape=[8]), b"1234"))
     with pytest.raises(CheckpointError, match="tensor a: given type F4, accepted BOOL"):

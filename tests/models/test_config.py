@@ -33,6 +33,7 @@ LLAMA = {
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
         ({"head_dim": 15}, "head_dim 15"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000: .* up to 10000"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"max_position_embeddings": None}, "max_position_embeddings is None"),
@@ -81,6 +82,112 @@ def test_what_says_nothing_about_inference_is_let_through(change):
 )
 def test_theta_is_read_from_either_spelling(rope):
     assert read_config(LLAMA | rope).rope.theta == 100000.0
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN},
+        {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn", "factor": 4}},
+        {"rope_parameters": YARN | {"rope_theta": None}, "rope_scaling": {"rope_theta": 5e5}},
+        {"rope_parameters": {}, "rope_scaling": YARN | {"rope_theta": 5e5}},
+    ],
+    ids=["apart", "agreeing", "theta-in-the-other", "one"],
+)
+def test_both_spellings_are_taken_together(rope):
+    made = read_config(LLAMA | rope).rope
+    assert (made.kind, made.factor, made.theta) == ("yarn", 4.0, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (
+            {"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}},
+            "rope_parameters.factor is 4.0 and rope_scaling's factor is 2.0",
+        ),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "rope_parameters.rope_type is"),
+        ({"rope_scaling": YARN | {"type": "linear"}}, "rope_scaling.rope_type is .* and rope_scaling.type"),
+        ({"rope_parameters": {"factor": 2}, "rope_scaling": "x"}, 'rope_scaling is "x"'),
+    ],
+    ids=["factor", "type", "type-twice", "kind"],
+)
+def test_spellings_that_disagree_are_refused(rope, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(LLAMA | rope)
+
+
+NUMBERS = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = NUMBERS | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-45, "2", True, [1]], ids=str
+)
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [
+        (NUMBERS, "factor"),
+        (NUMBERS, "attention_factor"),
+        (NUMBERS, "mscale"),
+        (NUMBERS, "rope_theta"),
+        (NUMBERS, "original_max_position_embeddings"),
+        (LLAMA3, "high_freq_factor"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_number_of_the_rotation_has_to_be_one(base, field, value):
+    if field == "mscale" and value == 0:
+        return  # stands for one left out
+    with pytest.raises(ConfigError, match=f"{field} is .*: accepted a positive number"):
+        read_config(
+            LLAMA
+            | {"rope_scaling": (base | {"mscale_all_dim": 1.0} if base is NUMBERS else base) | {field: value}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (NUMBERS | {"rope_theta": 1}, "rope_theta is 1: accepted a positive number above 1"),
+        (NUMBERS | {"truncate": "no"}, 'rope_scaling.truncate is "no": accepted true or false'),
+        (NUMBERS | {"original_max_position_embeddings": 64.5}, "is 64.5: accepted a whole number"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0: accepted a positive number above 1"),
+    ],
+    ids=lambda v: json.dumps(v) if isinstance(v, dict) else None,
+)
+def test_numbers_of_the_rotation_that_do_not_fit_are_refused(rope, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(LLAMA | {"rope_scaling": rope})
+
+
+def test_gemma3_takes_an_older_scaling_for_the_layers_without_window():
+    both = {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config = read_config(GEMMA3 | both)
+    assert (config.rope.kind, config.rope.factor, config.window_rope.kind) == ("linear", 8.0, "default")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows_left_out_are_those_of_its_class(architecture):
+    long = {"max_position_embeddings": 8192, "num_hidden_layers": 30, "use_sliding_window": True}
+    qwen = LLAMA | long | {"architectures": [architecture]}
+    assert read_config(qwen).windows == (None,) * 28 + (4096,) * 2
+    assert read_config(qwen | {"max_window_layers": 0}).windows == (4096,) * 30
+    assert read_config(qwen | {"sliding_window": None}).windows == (None,) * 30
+    types = ["sliding_attention", "full_attention"]
+    two = {"num_hidden_layers": 2, "max_window_layers": 28, "layer_types": types}
+    assert read_config(qwen | two).windows == (4096, None)
+    for wrong in (-1, "2", 1.5, True):
+        with pytest.raises(ConfigError, match="max_window_layers is .*accepted a whole number >= 0"):
+            read_config(qwen | {"max_window_layers": wrong})
+    with pytest.raises(ConfigError, match="layer_types is 5: accepted a list of 30"):
+        read_config(qwen | {"layer_types": 5})
 
 
 def test_qwen_windows_follow_layer_types_or_max_window_layers():
@@ -203,5 +310,7 @@ def test_a_value_of_another_kind_names_its_file(tmp_path, tokenizer):
 
 
 def test_a_layer_count_beyond_all_bounds_is_refused():
-    with pytest.raises(CheckpointError, match="config.json: a value is not of the kind it should be"):
+    with pytest.raises(
+        ConfigError, match="num_hidden_layers is 10+: accepted a positive whole number up to 10000"
+    ):
         read_config(LLAMA | {"num_hidden_layers": 10**30})

@@ -1,5 +1,7 @@
 """The decoder against transformers' own models, on the same dequantised weights in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from twins import TWINS, round_to_int4, twin
@@ -149,6 +151,45 @@ def test_weights_are_read_in_the_order_that_was_said(name):
     source.linear = lambda m, n, k: asked.append(m) or linear(m, n, k)
     decoder(source, raw)
     assert [item for item in said if item in asked] == asked and len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "k_proj.bias"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32], ids=str)
+def test_a_type_that_means_nothing_without_scales_is_refused(name, dtype):
+    _, source, raw = twin("qwen2")
+    name = f"model.layers.1.self_attn.{name}" if name.endswith("bias") else name
+    source.tensors[name] = source.tensors[name].to(dtype)
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: given {str(dtype)[6:]} .*accepted bfloat16 or float16"
+    ):
+        decoder(source, raw)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e5], ids=str)
+def test_numbers_that_are_not_finite_are_refused_also_after_the_cast(bad):
+    message = "--dtype bfloat16" if bad == 1e5 else "not finite"
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias", "model.norm.weight"):
+        _, source, raw = twin("qwen2")
+        source.tensors[name] = source.tensors[name].clone()
+        source.tensors[name].view(-1)[3] = bad
+        with pytest.raises(CheckpointError, match=f"{name}.*{message}"):
+            decoder(source, raw, torch.float16)
+    for module in ("lm_head", "model.layers.0.mlp.down_proj"):
+        _, source, raw = twin("llama", keep=("down_proj",))
+        weight = source.weights[module].clone()
+        weight.view(-1)[3] = bad
+        source.weights[module] = weight
+        with pytest.raises(CheckpointError, match=f"{module}.weight.*{message}"):
+            decoder(source, raw, torch.float16)
+
+
+def test_scales_beyond_float16_are_refused_in_it():
+    _, source, raw = twin("llama")
+    module = "model.layers.0.mlp.down_proj"
+    weight = source.weights[module]
+    source.weights[module] = replace(weight, scales=weight.scales.float() * 0 + 1e5)
+    with pytest.raises(CheckpointError, match="down_proj's scales.*--dtype bfloat16"):
+        decoder(source, raw, torch.float16)
 
 
 def test_a_missing_bias_is_named():

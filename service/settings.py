@@ -68,6 +68,11 @@ class Settings(BaseSettings):
     body_limit_bytes: int = Field(
         8 * 2**20, ge=1024, description="Largest request body; beyond, the answer is 413."
     )
+    body_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="Longest time that a request body may take to arrive; beyond, the answer is 408. 0: no limit.",
+    )
     request_timeout_s: float = Field(
         0.0,
         ge=0,

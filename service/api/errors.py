@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nybble.service.errors import (
+    BodyTimeout,
     BodyTooLarge,
     DeadlineExceeded,
     InvalidRequest,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_ECHO_CHARS = 100
 # Errors counted as nybble_rejected_total{reason}.
 REJECTIONS: dict[type[NybbleError], str] = {
+    BodyTimeout: "body_timeout",
     BodyTooLarge: "body_too_large",
     DeadlineExceeded: "deadline",
     InvalidRequest: "invalid",

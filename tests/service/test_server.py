@@ -239,6 +239,23 @@ def test_while_it_drains_it_answers_that_it_does(folder: Path, tmp_path: Path) -
         assert server.process.wait(15) == 0
 
 
+def test_sigterm_does_not_wait_for_a_body_that_does_not_arrive(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.3)
+            os.kill(server.process.pid, signal.SIGTERM)
+            received = b""
+            while data := connection.recv(4096):
+                received += data
+        assert received.startswith(b"HTTP/1.1 503 ") and b'"draining"' in received
+        assert server.process.wait(5) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
 def test_sigterm_ends_what_does_not_finish_in_time_with_an_error(folder: Path, tmp_path: Path) -> None:
     with run_server(folder, tmp_path / "log", "--shutdown-timeout-s", "0.3") as server:
         server.wait_listening()

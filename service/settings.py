@@ -42,10 +42,13 @@ def _digest(key: str) -> bytes:
 
 
 def _digests(value: Any) -> Any:
-    """Of a comma-separated list; empty, as many tools pass a variable that is not set, is none."""
+    """Of a comma-separated list. One without any key is refused: it was meant to keep somebody out."""
     if not isinstance(value, str):
         return value
-    return tuple(_digest(key) for part in value.split(",") if (key := part.strip()))
+    digests = tuple(_digest(key) for part in value.split(",") if (key := part.strip()))
+    if not digests:
+        raise ValueError("it is set but has no key in it; give keys separated by commas, or unset it")
+    return digests
 
 
 class Settings(BaseSettings):

@@ -99,6 +99,15 @@ def test_keys_of_both_places_are_kept_as_digests(monkeypatch: pytest.MonkeyPatch
     assert "key-number" not in repr(settings) + str(settings.model_dump())
 
 
-def test_an_empty_variable_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NYBBLE_API_KEYS", "")
+@pytest.mark.parametrize("keys", ["", "  ", " , ", ","])
+def test_a_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+    monkeypatch.setenv("NYBBLE_API_KEYS", keys)
+    with pytest.raises(
+        ConfigError, match=r"NYBBLE_API_KEYS is not accepted: it is set but has no key in it; give"
+    ):
+        load_settings({"model": "x"})
+
+
+def test_without_the_variable_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NYBBLE_API_KEYS", raising=False)
     assert load_settings({"model": "x"}).key_digests() == frozenset()

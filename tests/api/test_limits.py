@@ -226,3 +226,19 @@ async def test_a_body_that_does_not_arrive_is_408(codec: TextCodec) -> None:
 
 def test_after_a_refused_body_the_connection_ends(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=b"x" * 10_000_000).headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("head", [b"X: " + b"x" * 3_000_000, b"X: x\r\n" * 20_000], ids=["one", "many"])
+def test_headers_have_a_limit(server_url: str, head: bytes) -> None:
+    host, port = server_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n" + head)
+        received = b""
+        while data := connection.recv(4096):
+            received += data
+    assert received.startswith(b"HTTP/1.1 431 ") and received.count(b"HTTP/1.1") == 1
+    assert b'"headers_too_large"' in received
+
+
+def test_headers_within_the_limit_are_read(http: httpx.Client) -> None:
+    assert http.get("/livez", headers={"X": "x" * 60_000}).status_code == 200

@@ -25,7 +25,7 @@ from nybble.service.engine.protocol import (
     StepOutput,
     Token,
 )
-from nybble.service.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
+from nybble.service.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Unavailable
 from nybble.service.text import TextCodec, TextStream
 
 # top_p 0 means the single best token; a sum of probabilities is never above this by less than one token.
@@ -145,6 +145,8 @@ class Generation:
         self._kept = kept
         self._scheduled_s: float | None = None
         self._first_s: float | None = None
+        # What the log says of choices that did not finish; the word that the metrics have for them.
+        self._unfinished = "abort"
         self._by_id = {choice.request.request_id: choice for choice in choices}
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
@@ -156,13 +158,14 @@ class Generation:
             self._client.submit([choice.request for choice in self.choices]) as stream,
             self._limit(stream),
         ):
-            while outputs := await stream.next():
+            while outputs := await self._next(stream):
                 batch = []
                 for output in outputs:
                     choice = self._by_id[output.request_id]
                     if self._first_s is None:
                         self._note_first(output)
                     if output.finish_reason == "error":
+                        choice.finish_reason = "error"
                         raise GenerationFailed(
                             f"the engine ended this request: {output.error or 'no reason given'}"
                         )
@@ -176,6 +179,14 @@ class Generation:
                 if batch:
                     yield batch
 
+    async def _next(self, stream: OutputStream) -> list[StepOutput]:
+        try:
+            return await stream.next()
+        except Unavailable as error:
+            if error.code == "engine_down":
+                self._unfinished = "error"
+            raise
+
     def _note_first(self, output: StepOutput) -> None:
         if self._scheduled_s is None:
             self._scheduled_s = output.scheduled_s
@@ -186,7 +197,7 @@ class Generation:
         """Counts and timings so far, for a log line; milliseconds from the arrival on, None for what has not come."""
         usage = self.usage()
         arrival_s = self.choices[0].request.arrival_s
-        reasons = Counter(choice.finish_reason or "abort" for choice in self.choices)
+        reasons = Counter(choice.finish_reason or self._unfinished for choice in self.choices)
         since = {"queue_ms": self._scheduled_s, "first_token_ms": self._first_s}
         return {
             "choices": len(self.choices),

@@ -165,6 +165,7 @@ def test_every_answer_under_way_ends_once_when_the_engine_fails(
         assert metrics['nybble_requests_total{finish_reason="error"}'] == 5 and accounted(metrics)
         log = server.log.read_text()
         assert said in log and "Traceback" not in log
+        assert "abort" not in log, "the log's word is the metrics': error"
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
         assert answer.json()["usage"]["completion_tokens"] == 2
 

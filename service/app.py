@@ -19,10 +19,12 @@ from nybble.service.api.middleware import (
     BodyLimit,
     BodyReads,
     Faults,
+    Heads,
     RequestContext,
 )
 from nybble.service.api.sse import ClientGone
 from nybble.service.api.state import Service, nybble_version
+from nybble.service.api.strict_json import StrictRoute
 from nybble.service.client import EngineClient
 from nybble.service.errors import ConfigError
 from nybble.service.memory import read_gpu_memory, read_host_available
@@ -61,6 +63,7 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
         strict_content_type=False,
         middleware=_middleware(settings, metrics, reads),
     )
+    app.router.route_class = StrictRoute
     app.state.service = Service(settings, client, codec, metrics)
     openapi.add_routes(app, ROUTES, settings.api_model_name())
     errors.install(app)
@@ -92,6 +95,7 @@ def _middleware(settings: Settings, metrics: Metrics, reads: BodyReads) -> list[
     layers.append(
         Middleware(BodyLimit, limit_bytes=settings.body_limit_bytes, reads=reads, on_reject=metrics.rejected)
     )
+    layers.append(Middleware(Heads))
     return layers
 
 

@@ -87,6 +87,8 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, NybbleError):  # raised while the body was parsed
+        return await _on_nybble_error(request, error.__cause__)
     status = error.status_code
     message = {
         # The only one that FastAPI raises: a body that json.loads trips over, other than by its syntax.

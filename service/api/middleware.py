@@ -96,6 +96,28 @@ def _request_id(scope: Scope) -> str:
     return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
+class Heads:
+    """HEAD is answered as GET is, without a body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        as_get = {**scope, "method": "GET"}
+        try:
+            await self._app(as_get, receive, send_head)
+        finally:
+            if "route" in as_get:
+                scope["route"] = as_get["route"]
+
+
 class Faults:
     """An exception that nobody expected becomes a 500, logged once. It stands within the middleware that adds headers to
     answers, so that a browser may read this one too."""

@@ -58,6 +58,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "top_k": -2}, "top_k", INVALID),
     ({"prompt": "x", "min_p": 1.5}, "min_p", INVALID),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", INVALID),
+    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty", INVALID),
+    ({"prompt": "x", "repetition_penalty": 1001}, "repetition_penalty", INVALID),
     ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", INVALID),
     ({"prompt": "x", "frequency_penalty": float("-inf")}, "frequency_penalty", INVALID),
     ({"prompt": "x", "seed": 2**63}, "seed", INVALID),
@@ -302,3 +304,17 @@ def test_every_parameter_of_the_openai_client_works_or_is_refused_by_name(
             response = http.post(path, json=body | {name: {"x": 1}})
             error = check_error(response, 400)
             assert (error["param"], error["code"]) == (name, UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"prompt": "x", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        ('{"prompt": "x", "logit_bias": {"1": 2, "1": 3}}', "1"),
+    ],
+)
+def test_a_key_that_comes_twice_is_named(http: httpx.Client, body: str, key: str) -> None:
+    response = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, key, INVALID)
+    assert f"{key!r} 2 times" in error["message"]

@@ -7,10 +7,11 @@ flags, since every user of a machine sees the command lines of all.
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from nybble.service.engine.protocol import EngineConfig
@@ -49,6 +50,19 @@ def _digests(value: Any) -> Any:
     if not digests:
         raise ValueError("it is set but has no key in it; give keys separated by commas, or unset it")
     return digests
+
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+def _origins(value: str) -> str:
+    for part in value.split(","):
+        if part.strip() and not _ORIGIN.fullmatch(part.strip()):
+            raise ValueError(
+                f"hold scheme://host or scheme://host:port, without a path, or *, separated by commas; {part.strip()[:100]!r} "
+                "is none"
+            )
+    return value
 
 
 class Settings(BaseSettings):
@@ -100,7 +114,7 @@ class Settings(BaseSettings):
         description="File with a key a line, which are added to those of NYBBLE_API_KEYS; # begins a comment.",
     )
     metrics_without_key: bool = Field(False, description="Answer /metrics without an API key.")
-    cors_origins: str = Field(
+    cors_origins: Annotated[str, AfterValidator(_origins)] = Field(
         "",
         description="Origins of web pages that may ask, separated by commas, such as https://chat.example; * for any.",
     )
@@ -233,7 +247,12 @@ def _explain(problem: Any, given: dict[str, Any]) -> str:
 def _accepted(name: str, problem: Any) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return f"be {str(Settings.model_fields[name].description).rstrip('.')}"
-    return str(problem["msg"]).removeprefix("Input should ").split(", unable to parse")[0]
+    return (
+        str(problem["msg"])
+        .removeprefix("Input should ")
+        .removeprefix("Value error, ")
+        .split(", unable to parse")[0]
+    )
 
 
 def flag_name(name: str) -> str:

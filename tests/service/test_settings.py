@@ -43,6 +43,8 @@ def test_the_model_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("NYBBLE_MEMORY_FRACTION", "1.5", "less than or equal to 1"),
         ("NYBBLE_DEVICE", "tpu", "auto, cpu, cuda or cuda:N"),
         ("NYBBLE_MAX_QUEUE", "0", "greater than or equal to 1"),
+        ("NYBBLE_CORS_ORIGINS", "chat.example", "scheme://host"),
+        ("NYBBLE_CORS_ORIGINS", "*, https://chat.example/", "scheme://host"),
         ("NYBBLE_THREADS", "99999999999", "less than or equal to 1024"),
     ],
 )

@@ -58,6 +58,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._refused:
             super().on_message_complete()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as any other."""
+
     def _count(self, nbytes: int) -> None:
         self._head_bytes += nbytes
         if self._head_bytes > HEAD_LIMIT_BYTES:

@@ -250,26 +250,28 @@ class Generation:
         }
 
 
-async def encode(codec: TextCodec, text: str, info: EngineInfo, *, inline: bool) -> tuple[int, ...]:
+async def encode(
+    codec: TextCodec, text: str, info: EngineInfo, *, inline: bool, room: int = 1
+) -> tuple[int, ...]:
     """Token ids of a prompt that is not a conversation, made in a thread unless inline.
 
     Raises InvalidRequest for one that is longer than the context can be.
     """
-    check_length(codec.fewest_tokens(text), info, "prompt")
+    check_length(codec.fewest_tokens(text), info, "prompt", room=room)
     return codec.encode(text) if inline else await asyncio.to_thread(codec.encode, text)
 
 
-def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
-    """Raises InvalidRequest unless these are tokens of the model and leave room for at least one more."""
+def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str, *, room: int = 1) -> None:
+    """Raises InvalidRequest unless these are tokens of the model and leave room for so many more."""
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens", param=param)
-    check_length(len(token_ids), info, param)
+    check_length(len(token_ids), info, param, room=room)
     _check_token_ids(token_ids, info, param)
 
 
-def check_length(tokens: int, info: EngineInfo, param: str) -> None:
-    """tokens: how many the prompt has at least."""
-    if tokens >= info.max_model_len:
+def check_length(tokens: int, info: EngineInfo, param: str, *, room: int = 1) -> None:
+    """tokens: how many the prompt has at least. room: how many of the context it must leave."""
+    if tokens + room > info.max_model_len:
         raise InvalidRequest(
             f"the prompt has {tokens} tokens or more; this model's context is {info.max_model_len} tokens, prompt and "
             "answer together; shorten the prompt",

@@ -32,16 +32,27 @@ class _StrictRequest(Request):
 
 
 def load(body: bytes) -> Any:
-    """Raises InvalidRequest for a key that an object has more than once."""
+    """Raises InvalidRequest for a key that an object has more than once, or that is no text."""
     return json.loads(body, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
+    for key in made:
+        if not key.isascii() and (shown := _shown(key)) != key[:100]:
+            raise InvalidRequest(
+                f"unknown parameter {shown!r}, whose name has a lone surrogate, which is not a character",
+                param=shown,
+                code="unknown_parameter",
+            )
     if len(made) < len(pairs):
         (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
-        shown = key[:100].encode(errors="replace").decode()
+        shown = _shown(key)
         raise InvalidRequest(
             f"an object in the body has the key {shown!r} {count} times; send it once", param=shown
         )
     return made
+
+
+def _shown(key: str) -> str:
+    return key.encode(errors="replace").decode()[:100]

@@ -318,3 +318,25 @@ def test_a_key_that_comes_twice_is_named(http: httpx.Client, body: str, key: str
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, key, INVALID)
     assert f"{key!r} 2 times" in error["message"]
+
+
+def test_a_key_that_is_no_text_is_unknown(http: httpx.Client) -> None:
+    body = '{"prompt": "x", "\\ud800": 1}'
+    response = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, UNKNOWN)
+
+
+@pytest.mark.parametrize("depth", [33, 400])
+def test_template_variables_that_are_too_deep_are_named(http: httpx.Client, depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    response = http.post(CHAT, json={"messages": USER, "chat_template_kwargs": {"x": value}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+def test_a_name_that_the_template_leaves_out_is_refused(http: httpx.Client) -> None:
+    messages = [*USER, {"role": "user", "content": "x", "name": "eve"}]
+    for path in (CHAT, "/tokenize"):
+        error = http.post(path, json={"messages": messages}).json()["error"]
+        assert (error["param"], error["code"]) == ("messages[1].name", UNSUPPORTED)

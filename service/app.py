@@ -13,9 +13,18 @@ from starlette.responses import Response
 from nybble.service.api import chat, completions, errors, health, kernels, models, openapi, tokens
 from nybble.service.api.auth import OPEN_ROUTES, RequireKey
 from nybble.service.api.cors import Cors
-from nybble.service.api.middleware import CLIENT_CLOSED, REQUEST_ID, BodyLimit, Faults, RequestContext
+from nybble.service.api.middleware import (
+    CLIENT_CLOSED,
+    REQUEST_ID,
+    BodyLimit,
+    BodyReads,
+    Faults,
+    Heads,
+    RequestContext,
+)
 from nybble.service.api.sse import ClientGone
 from nybble.service.api.state import Service, nybble_version
+from nybble.service.api.strict_json import StrictRoute
 from nybble.service.client import EngineClient
 from nybble.service.errors import ConfigError
 from nybble.service.memory import read_gpu_memory, read_host_available
@@ -44,14 +53,17 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
     """The application over an engine client; the caller starts and stops the client."""
     metrics = Metrics(settings.api_model_name(), lambda: _snapshot(client))
     client.observer = metrics
+    reads = BodyReads(settings.body_timeout_s)
+    client.on_drain = reads.drain
     app = FastAPI(
         title="Nybble",
         version=nybble_version(),
         docs_url=None,
         redoc_url=None,
         strict_content_type=False,
-        middleware=_middleware(settings, metrics),
+        middleware=_middleware(settings, metrics, reads),
     )
+    app.router.route_class = StrictRoute
     app.state.service = Service(settings, client, codec, metrics)
     openapi.add_routes(app, ROUTES, settings.api_model_name())
     errors.install(app)
@@ -59,7 +71,7 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
     return app
 
 
-def _middleware(settings: Settings, metrics: Metrics) -> list[Middleware]:
+def _middleware(settings: Settings, metrics: Metrics, reads: BodyReads) -> list[Middleware]:
     """From the outside in. A preflight has no key, and an answer to a browser is readable whatever its status: CORS
     stands around both."""
     layers = [Middleware(RequestContext, count=metrics.http)]
@@ -80,7 +92,10 @@ def _middleware(settings: Settings, metrics: Metrics) -> list[Middleware]:
         layers.append(
             Middleware(RequireKey, digests=digests, open_paths=open_paths, on_reject=metrics.rejected)
         )
-    layers.append(Middleware(BodyLimit, limit_bytes=settings.body_limit_bytes, on_reject=metrics.rejected))
+    layers.append(
+        Middleware(BodyLimit, limit_bytes=settings.body_limit_bytes, reads=reads, on_reject=metrics.rejected)
+    )
+    layers.append(Middleware(Heads))
     return layers
 
 

@@ -237,6 +237,8 @@ class EngineClient:
         # (layer, path) -> seconds and M of the latest sampled GEMM call.
         self.gemm_latest: dict[tuple[str, str], tuple[float, int]] = {}
         self.observer = observer
+        # Is told when draining begins.
+        self.on_drain: Callable[[], None] | None = None
         self._engine_main = engine_main
         self._on_loading_progress = on_loading
         self._on_fatal = on_fatal
@@ -333,6 +335,8 @@ class EngineClient:
         """Accepts no more requests; the running ones go on."""
         if self.state not in (EngineState.STOPPED, EngineState.FAILED):
             self._set_state(EngineState.DRAINING)
+        if self.on_drain is not None:
+            self.on_drain()
 
     def fail_all(self, error: NybbleError) -> None:
         """Ends every request in flight with an error."""

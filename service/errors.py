@@ -43,6 +43,12 @@ class BodyTooLarge(NybbleError):
     code = "body_too_large"
 
 
+class BodyTimeout(NybbleError):
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+
+
 class QueueFull(NybbleError):
     status = 429
     type = "rate_limit_error"

@@ -26,6 +26,7 @@ from nybble.service.app import build_app
 from nybble.service.client import ENGINE_MAIN, EngineClient
 from nybble.service.engine.protocol import Loading
 from nybble.service.errors import ConfigError, Unavailable
+from nybble.service.http_protocol import LimitedProtocol
 from nybble.service.settings import Settings
 from nybble.service.text import TextCodec
 
@@ -162,6 +163,8 @@ async def _serve(settings: Settings, folder: str, sockets: list[socket.socket], 
 def _uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=LimitedProtocol,
+        ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,

@@ -7,10 +7,11 @@ flags, since every user of a machine sees the command lines of all.
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from nybble.service.engine.protocol import EngineConfig
@@ -42,10 +43,26 @@ def _digest(key: str) -> bytes:
 
 
 def _digests(value: Any) -> Any:
-    """Of a comma-separated list; empty, as many tools pass a variable that is not set, is none."""
+    """Of a comma-separated list. One without any key is refused: it was meant to keep somebody out."""
     if not isinstance(value, str):
         return value
-    return tuple(_digest(key) for part in value.split(",") if (key := part.strip()))
+    digests = tuple(_digest(key) for part in value.split(",") if (key := part.strip()))
+    if not digests:
+        raise ValueError("it is set but has no key in it; give keys separated by commas, or unset it")
+    return digests
+
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+def _origins(value: str) -> str:
+    for part in value.split(","):
+        if part.strip() and not _ORIGIN.fullmatch(part.strip()):
+            raise ValueError(
+                f"hold scheme://host or scheme://host:port, without a path, or *, separated by commas; {part.strip()[:100]!r} "
+                "is none"
+            )
+    return value
 
 
 class Settings(BaseSettings):
@@ -67,6 +84,11 @@ class Settings(BaseSettings):
     )
     body_limit_bytes: int = Field(
         8 * 2**20, ge=1024, description="Largest request body; beyond, the answer is 413."
+    )
+    body_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="Longest time that a request body may take to arrive; beyond, the answer is 408. 0: no limit.",
     )
     request_timeout_s: float = Field(
         0.0,
@@ -92,7 +114,7 @@ class Settings(BaseSettings):
         description="File with a key a line, which are added to those of NYBBLE_API_KEYS; # begins a comment.",
     )
     metrics_without_key: bool = Field(False, description="Answer /metrics without an API key.")
-    cors_origins: str = Field(
+    cors_origins: Annotated[str, AfterValidator(_origins)] = Field(
         "",
         description="Origins of web pages that may ask, separated by commas, such as https://chat.example; * for any.",
     )
@@ -225,7 +247,12 @@ def _explain(problem: Any, given: dict[str, Any]) -> str:
 def _accepted(name: str, problem: Any) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return f"be {str(Settings.model_fields[name].description).rstrip('.')}"
-    return str(problem["msg"]).removeprefix("Input should ").split(", unable to parse")[0]
+    return (
+        str(problem["msg"])
+        .removeprefix("Input should ")
+        .removeprefix("Value error, ")
+        .split(", unable to parse")[0]
+    )
 
 
 def flag_name(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,10 @@ class TextStream:
         return shown
 
 
+# message.name, message['name'], message.get('name')
+_NAME_READ = re.compile(r"""([\w\]]+)(?:\.name\b|\[\s*['"]name['"]\s*\]|\.get\(\s*['"]name['"])""")
+
+
 class TextCodec:
     """A model folder's tokenizer and chat template. Safe to use from several threads."""
 
@@ -239,6 +244,14 @@ class TextCodec:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def template_uses_names(self) -> bool:
+        """Whether the chat template reads messages' names (those of tools and functions are others)."""
+        return any(
+            not owner.startswith(("tool", "function"))
+            for owner in _NAME_READ.findall(str(self._tokenizer.chat_template or ""))
+        )
 
     @property
     def vocab_size(self) -> int:

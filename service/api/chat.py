@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import Request
@@ -30,6 +31,7 @@ from nybble.service.engine.protocol import EngineInfo
 from nybble.service.errors import InvalidRequest
 from nybble.service.text import SHORT_TEXT_CHARS, TextCodec
 
+MAX_VARIABLE_DEPTH = 32
 # Variables that apply_chat_template sets itself.
 RESERVED_VARIABLES = frozenset(
     (
@@ -66,6 +68,7 @@ async def _plan(service: Service, body: ChatCompletionRequest, arrival_s: float)
     n = body.n or 1
     check_count(service, 1, n)
     info = service.client.require_info()
+    check_names(service.codec, body.messages)
     messages = [template_message(message) for message in body.messages]
     if sum(len(message["content"]) for message in messages) <= SHORT_TEXT_CHARS:
         token_ids = _encode_chat(service.codec, info, messages, variables)
@@ -96,8 +99,36 @@ def _encode_chat(
     return codec.encode(text, add_special_tokens=False)
 
 
+def check_names(codec: TextCodec, messages: Iterable[ChatMessage]) -> None:
+    """Raises InvalidRequest for a name that the model's template would leave out."""
+    if codec.template_uses_names:
+        return
+    for i, message in enumerate(messages):
+        if message.name is not None:
+            raise InvalidRequest(
+                "this model's chat template has no place for the name of a message's author; leave name out",
+                param=f"messages[{i}].name",
+                code="unsupported_parameter",
+            )
+
+
 def check_template_variables(variables: dict[str, Any]) -> None:
-    """Raises InvalidRequest for a variable that the renderer sets itself."""
+    """Raises InvalidRequest for a variable that the renderer sets itself, and for values nested too deep to render."""
+    level: list[Any] = [variables]
+    for _ in range(MAX_VARIABLE_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            break
+    else:
+        raise InvalidRequest(
+            f"is nested deeper than {MAX_VARIABLE_DEPTH} levels, the most that is accepted; nest it less",
+            param="chat_template_kwargs",
+        )
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise InvalidRequest(f"the variable {name[:100]!r} cannot be set", param="chat_template_kwargs")

@@ -55,10 +55,12 @@ async def _plan(service: Service, body: CompletionRequest, arrival_s: float) -> 
     info = service.client.require_info()
     # Many short texts take as long as a long one.
     inline = sum(len(given) for given in body.prompt if isinstance(given, str)) <= SHORT_TEXT_CHARS
+    # One that is only scored may fill the context.
+    room = 0 if body.max_tokens == 0 else 1
     prompts = []
     for given in body.prompt:
-        prompt = await _prompt_tokens(service.codec, given, info, echo=echo, inline=inline)
-        check_prompt(prompt.token_ids, info, "prompt")
+        prompt = await _prompt_tokens(service.codec, given, info, echo=echo, inline=inline, room=room)
+        check_prompt(prompt.token_ids, info, "prompt", room=room)
         prompts.append((prompt, _sampling(body, info, len(prompt.token_ids), ranked=made > n)))
     choices = plan_choices(
         service,
@@ -104,11 +106,11 @@ def _sampling(
 
 
 async def _prompt_tokens(
-    codec: TextCodec, prompt: Prompt, info: EngineInfo, *, echo: bool, inline: bool
+    codec: TextCodec, prompt: Prompt, info: EngineInfo, *, echo: bool, inline: bool, room: int
 ) -> PromptTokens:
     if isinstance(prompt, str):
-        return PromptTokens(await encode(codec, prompt, info, inline=inline), prompt)
-    check_prompt(prompt, info, "prompt")
+        return PromptTokens(await encode(codec, prompt, info, inline=inline, room=room), prompt)
+    check_prompt(prompt, info, "prompt", room=room)
     return PromptTokens(prompt, codec.decode(prompt) if echo else "")
 
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nybble.service.errors import (
+    BodyTimeout,
     BodyTooLarge,
     DeadlineExceeded,
     InvalidRequest,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_ECHO_CHARS = 100
 # Errors counted as nybble_rejected_total{reason}.
 REJECTIONS: dict[type[NybbleError], str] = {
+    BodyTimeout: "body_timeout",
     BodyTooLarge: "body_too_large",
     DeadlineExceeded: "deadline",
     InvalidRequest: "invalid",
@@ -85,6 +87,8 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, NybbleError):  # raised while the body was parsed
+        return await _on_nybble_error(request, error.__cause__)
     status = error.status_code
     message = {
         # The only one that FastAPI raises: a body that json.loads trips over, other than by its syntax.

@@ -25,7 +25,7 @@ from nybble.service.engine.protocol import (
     StepOutput,
     Token,
 )
-from nybble.service.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
+from nybble.service.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Unavailable
 from nybble.service.text import TextCodec, TextStream
 
 # top_p 0 means the single best token; a sum of probabilities is never above this by less than one token.
@@ -145,6 +145,8 @@ class Generation:
         self._kept = kept
         self._scheduled_s: float | None = None
         self._first_s: float | None = None
+        # What the log says of choices that did not finish; the word that the metrics have for them.
+        self._unfinished = "abort"
         self._by_id = {choice.request.request_id: choice for choice in choices}
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
@@ -156,13 +158,14 @@ class Generation:
             self._client.submit([choice.request for choice in self.choices]) as stream,
             self._limit(stream),
         ):
-            while outputs := await stream.next():
+            while outputs := await self._next(stream):
                 batch = []
                 for output in outputs:
                     choice = self._by_id[output.request_id]
                     if self._first_s is None:
                         self._note_first(output)
                     if output.finish_reason == "error":
+                        choice.finish_reason = "error"
                         raise GenerationFailed(
                             f"the engine ended this request: {output.error or 'no reason given'}"
                         )
@@ -176,6 +179,14 @@ class Generation:
                 if batch:
                     yield batch
 
+    async def _next(self, stream: OutputStream) -> list[StepOutput]:
+        try:
+            return await stream.next()
+        except Unavailable as error:
+            if error.code == "engine_down":
+                self._unfinished = "error"
+            raise
+
     def _note_first(self, output: StepOutput) -> None:
         if self._scheduled_s is None:
             self._scheduled_s = output.scheduled_s
@@ -186,7 +197,7 @@ class Generation:
         """Counts and timings so far, for a log line; milliseconds from the arrival on, None for what has not come."""
         usage = self.usage()
         arrival_s = self.choices[0].request.arrival_s
-        reasons = Counter(choice.finish_reason or "abort" for choice in self.choices)
+        reasons = Counter(choice.finish_reason or self._unfinished for choice in self.choices)
         since = {"queue_ms": self._scheduled_s, "first_token_ms": self._first_s}
         return {
             "choices": len(self.choices),
@@ -239,26 +250,28 @@ class Generation:
         }
 
 
-async def encode(codec: TextCodec, text: str, info: EngineInfo, *, inline: bool) -> tuple[int, ...]:
+async def encode(
+    codec: TextCodec, text: str, info: EngineInfo, *, inline: bool, room: int = 1
+) -> tuple[int, ...]:
     """Token ids of a prompt that is not a conversation, made in a thread unless inline.
 
     Raises InvalidRequest for one that is longer than the context can be.
     """
-    check_length(codec.fewest_tokens(text), info, "prompt")
+    check_length(codec.fewest_tokens(text), info, "prompt", room=room)
     return codec.encode(text) if inline else await asyncio.to_thread(codec.encode, text)
 
 
-def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
-    """Raises InvalidRequest unless these are tokens of the model and leave room for at least one more."""
+def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str, *, room: int = 1) -> None:
+    """Raises InvalidRequest unless these are tokens of the model and leave room for so many more."""
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens", param=param)
-    check_length(len(token_ids), info, param)
+    check_length(len(token_ids), info, param, room=room)
     _check_token_ids(token_ids, info, param)
 
 
-def check_length(tokens: int, info: EngineInfo, param: str) -> None:
-    """tokens: how many the prompt has at least."""
-    if tokens >= info.max_model_len:
+def check_length(tokens: int, info: EngineInfo, param: str, *, room: int = 1) -> None:
+    """tokens: how many the prompt has at least. room: how many of the context it must leave."""
+    if tokens + room > info.max_model_len:
         raise InvalidRequest(
             f"the prompt has {tokens} tokens or more; this model's context is {info.max_model_len} tokens, prompt and "
             "answer together; shorten the prompt",

@@ -8,14 +8,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nybble.service.api.errors import REJECTIONS, respond_to
-from nybble.service.errors import BodyTooLarge, NybbleError
+from nybble.service.errors import BodyTimeout, BodyTooLarge, NybbleError, Unavailable
 from nybble.service.logs import with_fields
 
 logger = logging.getLogger("nybble.access")
@@ -28,6 +28,10 @@ REQUEST_ID = "X-Request-Id"
 # How long, and how much of, a body that is too large is read after it has been refused.
 LINGER_S = 2.0
 LINGER_BYTES = 64 * 2**20
+# The same after a body that did not arrive in time: nobody waits for it.
+SHORT_LINGER_S = 0.3
+# How long a body may take that begins to arrive while the server drains.
+DRAINING_BODY_S = 1.0
 # What may stand in a log line and a header as it came.
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -62,6 +66,10 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # Only the server's end cancels a request. One that has begun to be answered is cut off.
+            if status == CLIENT_CLOSED:
+                await respond_to(_shutting_down())(scope, receive, send_and_note)
         except Exception:
             status = 500
             raise
@@ -88,6 +96,28 @@ def _request_id(scope: Scope) -> str:
     return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
+class Heads:
+    """HEAD is answered as GET is, without a body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        as_get = {**scope, "method": "GET"}
+        try:
+            await self._app(as_get, receive, send_head)
+        finally:
+            if "route" in as_get:
+                scope["route"] = as_get["route"]
+
+
 class Faults:
     """An exception that nobody expected becomes a 500, logged once. It stands within the middleware that adds headers to
     answers, so that a browser may read this one too."""
@@ -112,12 +142,55 @@ class Faults:
             await respond_to(NybbleError("an internal error; the server's log has it"))(scope, receive, send)
 
 
-class BodyLimit:
-    """Reads the body, whole and at most limit_bytes long, before anything parses it; a longer one is answered 413."""
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down", code="draining")
 
-    def __init__(self, app: ASGIApp, *, limit_bytes: int, on_reject: Callable[[str], None]) -> None:
+
+class BodyReads:
+    """The time that bodies have to arrive: timeout_s (0: no limit); once the server drains, none."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._draining = False
+        self._under_way: set[asyncio.Timeout] = set()
+
+    def drain(self) -> None:
+        """Ends the reads under way: what has not arrived is not admitted, and does not delay the exit."""
+        self._draining = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._under_way:
+            limit.reschedule(now)
+
+    @contextlib.asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Around the reading of a body. Raises BodyTimeout, or Unavailable when the server drains."""
+        timeout_s = DRAINING_BODY_S if self._draining else self._timeout_s or None
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                self._under_way.add(limit)
+                try:
+                    yield
+                finally:
+                    self._under_way.discard(limit)
+        except TimeoutError:
+            if self._draining:
+                raise _shutting_down() from None
+            raise BodyTimeout(
+                f"the body had not arrived after {self._timeout_s:g} s, the longest that this server waits; "
+                "send all of it, as long as Content-Length says, or a smaller one"
+            ) from None
+
+
+class BodyLimit:
+    """Reads the body, whole, in time and at most limit_bytes long, before anything parses it; a longer one is answered
+    413, a later one 408."""
+
+    def __init__(
+        self, app: ASGIApp, *, limit_bytes: int, reads: BodyReads, on_reject: Callable[[str], None]
+    ) -> None:
         self._app = app
         self._limit_bytes = limit_bytes
+        self._reads = reads
         self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,9 +198,11 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(scope, receive)
-        except BodyTooLarge as error:
-            self._on_reject(REJECTIONS[BodyTooLarge])
+            async with self._reads.limit():
+                body = await self._read(scope, receive)
+        except (BodyTooLarge, BodyTimeout, Unavailable) as error:
+            self._on_reject(REJECTIONS[type(error)])
+            scope.setdefault("state", {})["error"] = error.code
             await self._refuse(error, scope, receive, send)
             return
         if body is None:
@@ -158,17 +233,21 @@ class BodyLimit:
             more = message.get("more_body", False)
         return b"".join(pieces)
 
-    async def _refuse(self, error: BodyTooLarge, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, error: NybbleError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, and reads on for a while before the connection ends: closing it on a client that is still sending
         would reset it, and the answer with it."""
 
+        linger_s = LINGER_S if isinstance(error, BodyTooLarge) else SHORT_LINGER_S
+
         async def send_and_linger(message: Message) -> None:
             if message["type"] != "http.response.body":
+                # What is left of the body is no request.
+                MutableHeaders(scope=message)["Connection"] = "close"
                 await send(message)
                 return
             await send({**message, "more_body": True})
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_S):
+                async with asyncio.timeout(linger_s):
                     await self._discard(receive)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

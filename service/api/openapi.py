@@ -30,7 +30,7 @@ _REFUSED = {
     400: "A parameter is invalid, unknown or not supported; `param` names it.",
     401: "No API key, or a wrong one.",
     404: "There is no such model.",
-    408: "The request's time limit, or the server's, has passed.",
+    408: "The request's time limit, or the server's, has passed, or the body took too long to arrive.",
     413: "The body is larger than the server reads.",
     429: "Too many requests in progress.",
     500: "A fault of the server's, or the engine ended the request.",
@@ -38,8 +38,8 @@ _REFUSED = {
 }
 # Answers other than 200, by what a route does.
 _ANYWHERE = (401, 500)
-_WITH_BODY = (400, 404, 413)
-_GENERATING = (408, 429, 503)
+_WITH_BODY = (400, 404, 408, 413, 503)
+_GENERATING = (429,)
 _BY_PATH = {
     "/v1/completions": _WITH_BODY + _GENERATING,
     "/v1/chat/completions": _WITH_BODY + _GENERATING,

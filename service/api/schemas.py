@@ -280,7 +280,11 @@ class SamplingFields(_Strict):
 
     model: str | None = Field(None, description="A name from /v1/models; may be left out.")
     temperature: float | None = Field(
-        None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy. Default 1."
+        None,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        description="0, and what is less than 1e-5, is greedy. Default 1.",
     )
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False, description="Default 1 (off).")
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1 is off, the default.")
@@ -293,7 +297,7 @@ class SamplingFields(_Strict):
     seed: Seed | None = Field(None, description="Makes sampling repeatable; choice i uses seed + i.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3, allow_inf_nan=False)
     logit_bias: LogitBias = ()
     ignore_eos: bool | None = Field(None, description="Go on after the model's end-of-sequence tokens.")
     priority: int | None = Field(

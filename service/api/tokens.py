@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from nybble.service.api.answers import respond_json
-from nybble.service.api.chat import check_template_variables, template_message
+from nybble.service.api.chat import check_names, check_template_variables, template_message
 from nybble.service.api.schemas import DetokenizeRequest, TokenizeRequest
 from nybble.service.api.state import Service, service_of
 from nybble.service.errors import InvalidRequest
@@ -27,6 +27,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidRequest(f"{name} goes with messages", param=name)
     check_template_variables(body.chat_template_kwargs or {})
+    check_names(service.codec, body.messages or ())
     # A long text takes a while.
     tokens = await asyncio.to_thread(_encode, service.codec, body)
     info = service.client.info

@@ -250,10 +250,9 @@ class Engine:
             return f"request id {request.request_id!r} is already running"
         if not request.prompt:
             return "the prompt is empty: accepted at least 1 token"
-        if len(request.prompt) >= limit:
-            return (
-                f"the prompt has {len(request.prompt)} tokens: accepted at most {limit - 1} (context {limit})"
-            )
+        most = limit if request.sampling.max_tokens == 0 else limit - 1
+        if len(request.prompt) > most:
+            return f"the prompt has {len(request.prompt)} tokens: accepted at most {most} (context {limit})"
         ids = (*request.prompt, *(i for i, _ in request.sampling.logit_bias))
         if min(ids) < 0 or max(ids) >= self.info.vocab_size:
             return f"token ids {min(ids)}..{max(ids)}: accepted 0..{self.info.vocab_size - 1}"

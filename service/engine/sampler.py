@@ -23,6 +23,8 @@ from nybble.service.engine.sequence import Sequence
 
 # Top-p looks at this many best candidates first; a flat distribution that needs more is sorted whole.
 _TOP_P_CANDIDATES = 1024
+# A lower temperature is greedy: scores divided by it may be no float32.
+_LEAST_TEMPERATURE = 1e-5
 
 
 class Draft:
@@ -134,9 +136,13 @@ def score(logits: torch.Tensor, token_ids: list[int], alternatives: int) -> list
     return _tokens(token_ids, asked, torch.cat([p.to(torch.float64) for p in parts]).tolist())
 
 
+def _is_greedy(p: SamplingParams) -> bool:
+    return p.temperature < _LEAST_TEMPERATURE
+
+
 def _needs_work(p: SamplingParams) -> bool:
     return bool(
-        p.temperature > 0
+        not _is_greedy(p)
         or p.logit_bias
         or p.repetition_penalty != 1
         or p.presence_penalty != 0
@@ -174,7 +180,9 @@ def _penalise(row: torch.Tensor, sequence: Sequence) -> None:
     if p.repetition_penalty != 1:
         seen = _upload(sorted(set(sequence.tokens)), torch.int64, device)
         value = row[seen]
-        row[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        changed = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        # Out of float32's range it would be an infinity, and the difference of two of them a NaN.
+        row[seen] = changed.nan_to_num()
     if sequence.generated:
         ids, counts = zip(*sequence.generated.items(), strict=True)
         count = _upload(counts, torch.float32, device)
@@ -204,8 +212,8 @@ def _pick(
     device, vocab = scores.device, scores.shape[1]
     table = [
         (
-            p.temperature == 0,
-            p.temperature or 1.0,
+            _is_greedy(p),
+            1.0 if _is_greedy(p) else p.temperature,
             p.top_k if 0 < p.top_k < vocab else vocab,
             p.top_p,
             p.min_p,
@@ -219,8 +227,8 @@ def _pick(
     probs = (scores / wishes.temperature.to(torch.float32).unsqueeze(1)).softmax(dim=-1)
     best = scores.argmax(dim=-1)
     out, settled = best, torch.ones(len(params), dtype=torch.bool, device=device)
-    limited = [r for r, p in enumerate(params) if p.temperature > 0 and (0 < p.top_k < vocab or p.top_p < 1)]
-    free = [r for r, p in enumerate(params) if p.temperature > 0 and r not in set(limited)]
+    limited = [r for r, p in enumerate(params) if not _is_greedy(p) and (0 < p.top_k < vocab or p.top_p < 1)]
+    free = [r for r, p in enumerate(params) if not _is_greedy(p) and r not in set(limited)]
     any_min_p = any(p.min_p for p in params)
     if free:
         at = _upload(free, torch.int64, device)

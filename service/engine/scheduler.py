@@ -177,8 +177,9 @@ class Scheduler:
         return found
 
     def _needed(self, sequence: Sequence, shared: list[int]) -> int:
-        """Free blocks that a sequence's whole present length and its next token take, behind the shared ones."""
-        whole = -(-(len(sequence.tokens) + 1) // self.block_size)
+        """Free blocks that a sequence's whole present length and its next token, if it makes any, take, behind the shared
+        ones."""
+        whole = self._blocks_for(len(sequence.tokens) + min(1, sequence.request.sampling.max_tokens))
         return whole - len(shared) + self.pool.unused(shared)
 
     def _shareable(self, sequence: Sequence) -> list[int]:

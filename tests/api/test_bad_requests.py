@@ -58,6 +58,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "top_k": -2}, "top_k", INVALID),
     ({"prompt": "x", "min_p": 1.5}, "min_p", INVALID),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", INVALID),
+    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty", INVALID),
+    ({"prompt": "x", "repetition_penalty": 1001}, "repetition_penalty", INVALID),
     ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", INVALID),
     ({"prompt": "x", "frequency_penalty": float("-inf")}, "frequency_penalty", INVALID),
     ({"prompt": "x", "seed": 2**63}, "seed", INVALID),
@@ -302,3 +304,39 @@ def test_every_parameter_of_the_openai_client_works_or_is_refused_by_name(
             response = http.post(path, json=body | {name: {"x": 1}})
             error = check_error(response, 400)
             assert (error["param"], error["code"]) == (name, UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"prompt": "x", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        ('{"prompt": "x", "logit_bias": {"1": 2, "1": 3}}', "1"),
+    ],
+)
+def test_a_key_that_comes_twice_is_named(http: httpx.Client, body: str, key: str) -> None:
+    response = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, key, INVALID)
+    assert f"{key!r} 2 times" in error["message"]
+
+
+def test_a_key_that_is_no_text_is_unknown(http: httpx.Client) -> None:
+    body = '{"prompt": "x", "\\ud800": 1}'
+    response = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, UNKNOWN)
+
+
+@pytest.mark.parametrize("depth", [33, 400])
+def test_template_variables_that_are_too_deep_are_named(http: httpx.Client, depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    response = http.post(CHAT, json={"messages": USER, "chat_template_kwargs": {"x": value}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+def test_a_name_that_the_template_leaves_out_is_refused(http: httpx.Client) -> None:
+    messages = [*USER, {"role": "user", "content": "x", "name": "eve"}]
+    for path in (CHAT, "/tokenize"):
+        error = http.post(path, json={"messages": messages}).json()["error"]
+        assert (error["param"], error["code"]) == ("messages[1].name", UNSUPPORTED)

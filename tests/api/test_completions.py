@@ -313,3 +313,13 @@ async def test_priority_and_cache_salt_reach_the_engine(codec: TextCodec) -> Non
                 answer = await local.http.post(path, json=body | given | {"max_tokens": 1})
                 assert answer.status_code == 200
                 assert (local.client.seen[-1].priority, local.client.seen[-1].cache_salt) == seen
+
+
+def test_a_prompt_that_fills_the_context_is_scored(http: httpx.Client) -> None:
+    body = {"prompt": [100] * MAX_MODEL_LEN, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == MAX_MODEL_LEN
+    assert (
+        http.post("/v1/completions", json=body | {"prompt": [100] * (MAX_MODEL_LEN + 1)}).status_code == 400
+    )

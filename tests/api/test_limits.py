@@ -207,3 +207,38 @@ async def test_retry_after_is_the_time_until_there_is_room(codec: TextCodec) -> 
         refused = await local.http.post("/v1/completions", json={"prompt": "x", "n": 3})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
         assert (await running).status_code == 200
+
+
+async def test_a_body_that_does_not_arrive_is_408(codec: TextCodec) -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(1)
+        yield b"}"
+
+    async with local_app(codec, body_timeout_s=0.1) as local:
+        response = await local.http.post("/v1/completions", content=half())
+        assert (response.status_code, response.headers["connection"]) == (408, "close")
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("body_timeout", "timeout_error")
+        assert "0.1 s" in error["message"]
+        assert (await metrics(local.http))['nybble_rejected_total{reason="body_timeout"}'] == 1
+
+
+def test_after_a_refused_body_the_connection_ends(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", content=b"x" * 10_000_000).headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("head", [b"X: " + b"x" * 3_000_000, b"X: x\r\n" * 20_000], ids=["one", "many"])
+def test_headers_have_a_limit(server_url: str, head: bytes) -> None:
+    host, port = server_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n" + head)
+        received = b""
+        while data := connection.recv(4096):
+            received += data
+    assert received.startswith(b"HTTP/1.1 431 ") and received.count(b"HTTP/1.1") == 1
+    assert b'"headers_too_large"' in received
+
+
+def test_headers_within_the_limit_are_read(http: httpx.Client) -> None:
+    assert http.get("/livez", headers={"X": "x" * 60_000}).status_code == 200

@@ -81,3 +81,12 @@ def test_the_openapi_document_names_every_route(http: httpx.Client) -> None:
     chat = document["components"]["schemas"]["ChatCompletionRequest"]
     assert chat["additionalProperties"] is False
     assert chat["properties"]["tools"]["enum"] == [None, []]
+
+
+@pytest.mark.parametrize(
+    "path", ["/livez", "/readyz", "/health", "/version", "/metrics", "/v1/models", "/v1/models/tiny"]
+)
+def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]

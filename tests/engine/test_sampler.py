@@ -198,3 +198,17 @@ def test_a_number_that_was_drawn_for_a_step_that_failed_is_drawn_again():
             s.append(1)
     wanted = [undisturbed.random.random() for _ in range(2)]
     assert numbers == [wanted[0]] * 2 + [wanted[1]] * 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-46},
+        {"temperature": 1e-30, "top_p": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1e-300},
+        {"temperature": 1.0, "repetition_penalty": 1e-300, "seed": 1},
+    ],
+)
+def test_no_wish_is_too_small_for_the_arithmetic(fields):
+    logits = torch.tensor([[0.0, 1.0, 7.0, 3.0]])
+    assert sample(logits, [sequence(prompt=(2,), **fields)])[0].token_id == 2

@@ -167,3 +167,9 @@ def test_a_preempted_sequence_keeps_its_place_before_a_newcomer_of_less_priority
     assert [w.id for w in s.waiting] == ["second"]
     s.add(Sequence(Request("urgent", (1,), SamplingParams(10), 0.0, -5), ()))
     assert [w.id for w in s.waiting] == ["second", "urgent"]
+
+
+def test_a_prompt_that_is_only_scored_needs_no_block_for_an_answer():
+    s = scheduler(blocks=2)
+    s.add(sequence("full", 2 * BLOCK, max_tokens=0))
+    assert [c.sequence.id for c in s.schedule().prefill] == ["full"]

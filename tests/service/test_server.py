@@ -165,6 +165,7 @@ def test_every_answer_under_way_ends_once_when_the_engine_fails(
         assert metrics['nybble_requests_total{finish_reason="error"}'] == 5 and accounted(metrics)
         log = server.log.read_text()
         assert said in log and "Traceback" not in log
+        assert "abort" not in log, "the log's word is the metrics': error"
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
         assert answer.json()["usage"]["completion_tokens"] == 2
 
@@ -237,6 +238,23 @@ def test_while_it_drains_it_answers_that_it_does(folder: Path, tmp_path: Path) -
             text += "".join(pieces)
         assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
         assert server.process.wait(15) == 0
+
+
+def test_sigterm_does_not_wait_for_a_body_that_does_not_arrive(folder: Path, tmp_path: Path) -> None:
+    with run_server(folder, tmp_path / "log") as server:
+        server.wait_listening()
+        server.wait_ready()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.3)
+            os.kill(server.process.pid, signal.SIGTERM)
+            received = b""
+            while data := connection.recv(4096):
+                received += data
+        assert received.startswith(b"HTTP/1.1 503 ") and b'"draining"' in received
+        assert server.process.wait(5) == 0
+        assert "Traceback" not in server.log.read_text()
 
 
 def test_sigterm_ends_what_does_not_finish_in_time_with_an_error(folder: Path, tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def test_the_model_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         ("NYBBLE_MEMORY_FRACTION", "1.5", "less than or equal to 1"),
         ("NYBBLE_DEVICE", "tpu", "auto, cpu, cuda or cuda:N"),
         ("NYBBLE_MAX_QUEUE", "0", "greater than or equal to 1"),
+        ("NYBBLE_CORS_ORIGINS", "chat.example", "scheme://host"),
+        ("NYBBLE_CORS_ORIGINS", "*, https://chat.example/", "scheme://host"),
         ("NYBBLE_THREADS", "99999999999", "less than or equal to 1024"),
     ],
 )
@@ -99,6 +101,15 @@ def test_keys_of_both_places_are_kept_as_digests(monkeypatch: pytest.MonkeyPatch
     assert "key-number" not in repr(settings) + str(settings.model_dump())
 
 
-def test_an_empty_variable_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NYBBLE_API_KEYS", "")
+@pytest.mark.parametrize("keys", ["", "  ", " , ", ","])
+def test_a_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+    monkeypatch.setenv("NYBBLE_API_KEYS", keys)
+    with pytest.raises(
+        ConfigError, match=r"NYBBLE_API_KEYS is not accepted: it is set but has no key in it; give"
+    ):
+        load_settings({"model": "x"})
+
+
+def test_without_the_variable_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NYBBLE_API_KEYS", raising=False)
     assert load_settings({"model": "x"}).key_digests() == frozenset()

@@ -383,8 +383,8 @@ FAULTS = (
     Fault(
         "prepacked form of other weights used",
         "service/checkpoints/prepacked.py",
-        "made_from != fingerprint",
-        "False",
+        'file.metadata.get("fingerprint") == fingerprint()',
+        "True",
         "tests/checkpoints/test_prepacked.py",
     ),
     Fault(

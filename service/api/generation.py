@@ -355,6 +355,7 @@ def plan_choices(
 ) -> list[Choice]:
     """n choices of each prompt, numbered prompt by prompt."""
     choices: list[Choice] = []
+    group = uuid.uuid4().hex
     for prompt, sampling in prompts:
         for i in range(n):
             request = Request(
@@ -363,6 +364,7 @@ def plan_choices(
                 _with_seed(sampling, i),
                 arrival_s,
                 priority=body.priority or 0,
+                group=group,
                 cache_salt=body.cache_salt,
             )
             stream = TextStream(service.codec.detokenizer(), body.stop)

@@ -77,6 +77,8 @@ class Request:
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
+    # What the choices of one HTTP request have in common; empty: this is all of it.
+    group: str = ""
 
 
 @_pickled_by_position

@@ -15,7 +15,7 @@ sequence right now waits until it is there: of prompts that begin alike and come
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -160,13 +160,21 @@ class Scheduler:
                 self._begin(step, sequence, budget)
 
     def _newcomers(self) -> list[tuple[Sequence, int]]:
-        """The waiting sequences that could start now and the positions they would share; in the queue's order, which a
-        sequence that does not fit stops."""
+        """The waiting sequences that could start now and the positions they would share; in turn, which a sequence that
+        does not fit stops. While other requests wait, the choices of one hold at most half of the slots."""
         found: list[tuple[Sequence, int]] = []
         slots, room = self.limit - len(self.running), self.pool.free
-        for sequence in self.waiting:
+        if slots <= 0 or not self.waiting:
+            return found
+        held = Counter(sequence.group for sequence in self.running)
+        waiting_groups = {sequence.group for sequence in self.waiting}
+        most = -(-self.limit // 2) if len(waiting_groups) > 1 else self.limit
+        for sequence in self._in_turn(held):
             if len(found) >= slots:
                 break
+            # One that was preempted has had its turn.
+            if held[sequence.group] >= most and sequence.scheduled_s is None:
+                continue
             shared = self._shareable(sequence)
             if self._in_progress(sequence, shared):
                 continue
@@ -174,7 +182,20 @@ class Scheduler:
             if room < 0:
                 break
             found.append((sequence, len(shared) * self.block_size))
+            held[sequence.group] += 1
         return found
+
+    def _in_turn(self, held: Counter[str]) -> list[Sequence]:
+        """The queue, in which preempted sequences come first and then, of each priority, those whose requests hold the
+        fewest slots: many choices of one request do not keep others waiting."""
+        places = held.copy()
+        turns: list[tuple[tuple[int, int, int], int, Sequence]] = []
+        for sequence in self.waiting:
+            preempted = sequence.scheduled_s is not None
+            turn = (0, 0, 0) if preempted else (1, sequence.request.priority, places[sequence.group])
+            places[sequence.group] += 1
+            turns.append((turn, len(turns), sequence))
+        return [sequence for _, _, sequence in sorted(turns, key=lambda entry: entry[:2])]
 
     def _needed(self, sequence: Sequence, shared: list[int]) -> int:
         """Free blocks that a sequence's whole present length and its next token, if it makes any, take, behind the shared

@@ -69,6 +69,10 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def group(self) -> str:
+        return self.request.group or self.request.request_id
+
+    @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 

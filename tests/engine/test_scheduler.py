@@ -173,3 +173,43 @@ def test_a_prompt_that_is_only_scored_needs_no_block_for_an_answer():
     s = scheduler(blocks=2)
     s.add(sequence("full", 2 * BLOCK, max_tokens=0))
     assert [c.sequence.id for c in s.schedule().prefill] == ["full"]
+
+
+def test_while_others_wait_a_request_holds_half_of_the_slots():
+    s = scheduler(max_running=5)
+    for i in range(8):
+        s.add(sequence(f"a{i}", 2, group="a"))
+    for i in range(4):
+        s.add(sequence(f"b{i}", 2, group="b"))
+    s.add(sequence("c", 2))
+    advance(s.schedule())
+    assert sorted(q.id for q in s.running) == ["a0", "a1", "b0", "b1", "c"]
+    s.remove(next(q for q in s.running if q.id == "c"))
+    advance(s.schedule())
+    assert sorted(q.id for q in s.running) == ["a0", "a1", "a2", "b0", "b1"]
+    for q in [q for q in s.running if q.group == "b"]:
+        s.remove(q)
+    advance(s.schedule())
+    assert sorted(q.id for q in s.running) == ["a0", "a1", "a2", "b2", "b3"]
+
+
+def test_alone_a_request_may_hold_all_slots_and_a_newcomer_gets_the_next():
+    s = scheduler(max_running=4)
+    for i in range(8):
+        s.add(sequence(f"a{i}", 2, group="a"))
+    advance(s.schedule())
+    assert len(s.running) == 4
+    s.add(sequence("short", 2))
+    s.remove(s.running[0])
+    advance(s.schedule())
+    assert [q.id for q in s.running] == ["a1", "a2", "a3", "short"]
+    assert len(s.running) + len(s.waiting) == 8
+
+
+def test_turns_go_by_priority_first():
+    s = scheduler(max_running=3)
+    for i in range(3):
+        s.add(sequence(f"a{i}", 2, group="a", priority=-1))
+    s.add(sequence("b", 2))
+    advance(s.schedule())
+    assert [q.id for q in s.running] == ["a0", "a1", "b"]

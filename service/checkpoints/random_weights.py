@@ -8,6 +8,7 @@ for. What they compute means nothing, but takes what the real model takes: kerne
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

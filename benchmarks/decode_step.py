@@ -99,6 +99,9 @@ class RandomSource:
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device).manual_seed(0)
 
+    def expect(self, modules: list[str]) -> None:
+        pass
+
     def tensor(self, name: str) -> torch.Tensor:
         size = self.sizes[name]
         if len(size) == 1:  # a norm

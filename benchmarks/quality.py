@@ -1,6 +1,7 @@
 """What 4 bits cost: perplexity of the demo model, quantised in several ways, against its 16-bit source.
 
     python benchmarks/quality.py [--write benchmarks/results/quality-demo.md]
+    python benchmarks/quality.py --head [--write benchmarks/results/quality-head.md]
 
 transformers' own model runs in float32 on weights that are rounded to bf16 or dequantised, so that the figures show the
 weights alone and not a kernel. Texts are local: licences (of this repository and of installed packages) and a part of
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from nybble.kernels.linear.int8 import quantize_rows
 from nybble.kernels.linear.reference import dequantize
 from nybble.kernels.packing import W4A16Weight
 from nybble.service.checkpoints import open_checkpoint, resolve
@@ -48,6 +50,9 @@ REPOSITORY = Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="also write the table, as Markdown, to this file")
+    parser.add_argument(
+        "--head", action="store_true", help="only the choices of --lm-head, on the demo's blocks"
+    )
     arguments = parser.parse_args()
     folder = resolve("demo")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -57,8 +62,8 @@ def main() -> None:
     }
     with source_gguf() as path:
         source = GgufSource(path)
-        rows = list(measure(source, folder, texts))
-    report = render(rows, texts)
+        rows = list((measure_heads if arguments.head else measure)(source, folder, texts))
+    report = render(rows, texts, "--lm-head keep" if arguments.head else "16-bit")
     print(report)
     if arguments.write:
         arguments.write.write_text(report, encoding="utf-8")
@@ -135,6 +140,31 @@ def measure(
         yield run(f"16-bit source, but its head {what}")
 
 
+def measure_heads(
+    source: GgufSource, folder: Path, texts: dict[str, list[int]]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """The blocks as the demo has them, and each head as `nybble serve` reads it."""
+    model = build(source)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    head = model.lm_head.weight.detach().clone()
+    with open_checkpoint(folder) as checkpoint:
+        for name, module in linears.items():
+            module.weight.data.copy_(dequantize(checkpoint.linear(name, *module.weight.shape)))
+        measured = checkpoint.head_importance(head.shape[1])
+
+    def run(what: str) -> tuple[str, dict[str, float]]:
+        return what, {name: perplexity(model, ids) for name, ids in texts.items()}
+
+    yield run("--lm-head keep: 16-bit")
+    model.lm_head.weight = torch.nn.Parameter(int8_rows(head))
+    yield run("--lm-head int8: one scale a row")
+    model.lm_head.weight = torch.nn.Parameter(int4(head, measured))
+    yield run("int4 alone, G=32 asymmetric (not offered)")
+    hook = model.lm_head.register_forward_hook(rescored(head))
+    yield run(f"--lm-head int4: the {RescoredHead.RESCORED} best logits from its 16-bit rows")
+    hook.remove()
+
+
 def build(source: GgufSource) -> torch.nn.Module:
     """transformers' model in float32, its weights rounded to bf16."""
     config = AutoConfig.for_model(**source.config)
@@ -162,8 +192,8 @@ def rescored(head: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 def int8_rows(weight: torch.Tensor) -> torch.Tensor:
     """[N, K] through symmetric int8 with one bf16 scale per row."""
-    scale = (weight.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16).float()
-    return (weight / scale).round().clamp(-127, 127) * scale
+    rounded = quantize_rows(weight, torch.bfloat16)
+    return rounded.q.float() * rounded.scales.float().unsqueeze(1)
 
 
 @torch.inference_mode()
@@ -179,12 +209,13 @@ def perplexity(model: torch.nn.Module, ids: list[int]) -> float:
     return math.exp(loss / count)
 
 
-def render(rows: list[tuple[str, dict[str, float]]], texts: dict[str, list[int]]) -> str:
+def render(rows: list[tuple[str, dict[str, float]]], texts: dict[str, list[int]], against: str) -> str:
+    flags = ["--head"] if against.startswith("--lm-head") else []
     base = rows[0][1]
     lines = [
         "# Quality of the demo model (SmolLM2-135M-Instruct, from GGUF Q4_1)",
         "",
-        f"{datetime.date.today()}, `python benchmarks/quality.py`; Python {platform.python_version()}, "
+        f"{datetime.date.today()}, `python {' '.join(['benchmarks/quality.py', *flags])}`; Python {platform.python_version()}, "
         + ", ".join(
             f"{p} {importlib.metadata.version(p)}" for p in ("torch", "transformers", "gguf", "tokenizers")
         )
@@ -196,7 +227,7 @@ def render(rows: list[tuple[str, dict[str, float]]], texts: dict[str, list[int]]
         f"- reference: {len(texts['reference'])} tokens: pydoc_data.topics: {', '.join(TOPICS)} "
         f"(SHA-256 of the ids {digest(texts['reference'])})",
         "",
-        "| weights | " + " | ".join(f"perplexity, {name} | against 16-bit" for name in texts) + " |",
+        "| weights | " + " | ".join(f"perplexity, {name} | against {against}" for name in texts) + " |",
         "|---|" + "---:|---:|" * len(texts),
     ]
     for what, found in rows:

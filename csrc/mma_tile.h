@@ -222,7 +222,7 @@ struct MmaTile {
       const u32 w_stage = ring_address + step % STAGES * STAGE_BYTES;
 
       float sum[TILES][X_TILES][4], x_sum[X_TILES][4];
-#pragma unroll(PER_GROUP > 2 ? STEP / 2 : 1)
+      NYBBLE_UNROLL
       for (int j = 0; j < STEP; j += 2) {
         Quad x[2][X_TILES];
         NYBBLE_UNROLL

@@ -7,6 +7,7 @@ is left out of the choice, not served.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -90,10 +91,26 @@ def _problem(
         for m in _ROWS.get(path, _FEW):
             x = torch.randn(m, _K, generator=gen).to(dtype)
             expected = linear_reference(x, weight, bias)
-            y = layer.run(x.to(device), path).to("cpu", torch.float32)
-            error = float((y - expected).norm() / expected.norm())
-            if not error <= tolerance:  # NaN is wrong too
-                return f"relative error {error:.3g} at M={m}, accepted {tolerance:g}"
+            for name, y, wanted in _ways(layer, path, x.to(device), expected):
+                error = float((y.to("cpu", torch.float32) - wanted).norm() / wanted.norm())
+                if not error <= tolerance:  # NaN is wrong too
+                    return f"relative error {error:.3g}{name} at M={m}, accepted {tolerance:g}"
     except Exception as failure:  # a path that cannot run is left out like one that is wrong
         return f"{type(failure).__name__}: {failure}"
     return None
+
+
+def _ways(
+    layer: W4A16Linear, path: str, x: torch.Tensor, expected: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(what it is, result, reference) of every way in which the path is called on a device of this kind."""
+    yield "", layer.run(x, path), expected
+    if path == "dense" or layer.target.kind == "cpu":
+        return
+    parts = layer.kernel.apply_parts(layer.state, x, layer.bias, path)
+    yield " in parts", parts.total(x.dtype), expected
+    # Whatever the rows are, as if they alternated gate and up.
+    gated = layer.kernel.apply_gated(layer.state, x, layer.bias, path, "silu")
+    if gated is not None:
+        gate, up = expected[:, 0::2], expected[:, 1::2]
+        yield " with its gate", gated, torch.nn.functional.silu(gate) * up

@@ -9,7 +9,6 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 
 import torch
 
@@ -99,29 +98,6 @@ def shares_host_memory(device: torch.device) -> bool:
 def default_device() -> torch.device:
     """The GPU when torch sees one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def measured_copy_rate(device: torch.device, nbytes: int = 64 << 20, rounds: int = 3) -> float:
-    """Bytes per second, read and written together, of the fastest of some copies of a buffer larger than the caches:
-    what the bandwidth ratios of the GEMM paths are relative to. Takes some milliseconds and 2 * nbytes of memory."""
-    source = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    best = min(_copy_seconds(source, target) for _ in range(rounds + 1))
-    del source, target
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return 2 * nbytes / best
-
-
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    accelerator = source.device.type != "cpu"
-    if accelerator:
-        torch.accelerator.synchronize()
-    started = perf_counter()
-    target.copy_(source)
-    if accelerator:
-        torch.accelerator.synchronize()
-    return perf_counter() - started
 
 
 def pci_address(device: torch.device) -> str:

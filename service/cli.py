@@ -251,3 +251,90 @@ def gemm(
         raise UsageError(error.message) from None
     if not bench_gemm(wanted, output):
         raise typer.Exit(EXIT_RUNTIME)
+
+
+def _options_of_bench(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:
+    """Gives a command the options that `bench decode`, `prefill` and `serve` share."""
+
+    def call(
+        shape: Annotated[
+            str, typer.Option(help="Random weights in this shape; qwen3-8b, smollm2-135m and others.")
+        ] = "qwen3-8b",
+        model: Annotated[str, typer.Option(help="A model folder instead of a shape.")] = "",
+        batches: Annotated[
+            str, typer.Option(help="Sequences together, comma-separated. Of serve: streams.")
+        ] = "1,8,64",
+        contexts: Annotated[
+            str,
+            typer.Option(help="Tokens before a step; of prefill and serve: of the prompt. Comma-separated."),
+        ] = "1024",
+        tokens: Annotated[int, typer.Option(min=2, help="Tokens that are timed.")] = 64,
+        group_size: Annotated[
+            Literal["32", "64", "128"],
+            typer.Option(help="Of random weights; smaller where a layer needs it."),
+        ] = "128",
+        device: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "auto",
+        dtype: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "auto",
+        lm_head: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "auto",
+        dense_copies: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "disabled",
+        prefill_tokens: Annotated[int, typer.Option(min=1, help="As of `nybble serve`.")] = 512,
+        threads: Annotated[int, typer.Option(min=0, help="As of `nybble serve`.")] = 0,
+        output: Annotated[Path | None, typer.Option(help="Write the figures as JSON, too.")] = None,
+    ) -> None:
+        from nybble.service.bench_engine import EngineBench
+
+        wanted = EngineBench(
+            shape=shape,
+            model=find_model(model) if model else "",
+            batches=_numbers("--batches", batches),
+            contexts=_numbers("--contexts", contexts),
+            tokens=tokens,
+            group_size=int(group_size),
+            device=device,
+            dtype=dtype,
+            lm_head=lm_head,
+            dense_copies=dense_copies,
+            prefill_tokens=prefill_tokens,
+            threads=threads,
+        )
+        tidy_on_sigterm()
+        command(wanted, output)
+
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    return call
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    values = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if min(values) < 1:
+        raise UsageError(
+            f"{flag}={text!r} is not accepted: it should be whole numbers from 1 on, comma-separated"
+        )
+    return values
+
+
+@bench.command()
+@_options_of_bench
+def decode(wanted: Any, output: Path | None) -> None:
+    """Time decode steps of the engine by batch and context, beside the limit of the bytes that they read."""
+    from nybble.service.bench_engine import bench_decode
+
+    bench_decode(wanted, output)
+
+
+@bench.command()
+@_options_of_bench
+def prefill(wanted: Any, output: Path | None) -> None:
+    """Time prompts from arrival to first token, beside the library's 16-bit GEMMs of the same layers."""
+    from nybble.service.bench_engine import bench_prefill
+
+    bench_prefill(wanted, output)
+
+
+@bench.command(name="serve")
+@_options_of_bench
+def bench_serve(wanted: Any, output: Path | None) -> None:
+    """Time streams over HTTP by concurrency, beside the engine without HTTP."""
+    from nybble.service.bench_serve import bench_serve as run
+
+    run(wanted, output)

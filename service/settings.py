@@ -21,8 +21,8 @@ ENV_PREFIX = "NYBBLE_"
 # Settings that are EngineConfig's fields under the same name.
 ENGINE_FIELDS = (
     *("dtype", "device", "max_model_len", "max_running", "block_size", "kv_cache_bytes", "memory_fraction"),
-    *("prefill_tokens", "prefill_tokens_busy", "lm_head", "dense_copies", "threads", "gemm_sample_every"),
-    *("kernel_cache", "kernel_cache_shared"),
+    *("prefill_tokens", "prefill_tokens_busy", "prefix_cache", "lm_head", "dense_copies", "threads"),
+    *("gemm_sample_every", "kernel_cache", "kernel_cache_shared"),
 )
 
 
@@ -126,13 +126,21 @@ class Settings(BaseSettings):
     memory_fraction: float = Field(
         0.9, gt=0, le=1, description="Part of the available memory that the plan may use."
     )
-    prefill_tokens: int = Field(512, ge=1, description="Prompt tokens computed in one step.")
-    prefill_tokens_busy: int = Field(64, ge=1, description="The same while other requests are decoding.")
+    prefill_tokens: int = Field(512, ge=1, description="Most prompt tokens computed in one step.")
+    prefill_tokens_busy: int = Field(
+        0,
+        ge=0,
+        description="The same while other requests are decoding; 0: as many as keep the time between their tokens under "
+        "three times the usual, by measured step times.",
+    )
+    prefix_cache: bool = Field(
+        True, description="Keep the KV cache of finished requests for prompts that begin alike."
+    )
     lm_head: str = Field(
         "auto",
         min_length=1,
-        description="keep: a 16-bit output head as it is; int4: read in int4, with the 32 best logits from the 16-bit "
-        "rows; auto: int4 on a CPU, else keep.",
+        description="keep: a 16-bit output head as it is; int8: read in int8, one scale a row; int4: read in int4, with the "
+        "32 best logits from the 16-bit rows; auto: int4 on a CPU, else keep.",
     )
     dense_copies: Literal["disabled", "enabled", "auto"] = Field(
         "disabled",

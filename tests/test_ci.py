@@ -228,7 +228,8 @@ class Clone:
         (make.parent / "apt-get").write_text('#!/bin/sh\necho "$@" >>"$PREPARED/apt"; [ "$5" != lld-22 ]\n')
         for command in make.parent.iterdir():
             command.chmod(0o755)
-        for target in ("test", "test-slow", "test-checkpoints", "test-rdna", "test-packages", "test-wheel"):
+        names = "test test-slow test-checkpoints test-rdna test-fuzz test-soak test-lm-eval test-packages test-wheel"
+        for target in names.split():
             (self.prepared / f"{target}.xml").write_text(junit(PASS))
         self.env = {k: v for k, v in os.environ.items() if k not in ("NYBBLE_CHECKPOINTS", "RDNA_TINYGRAD")}
         self.env |= {
@@ -258,7 +259,7 @@ def clone(tmp_path: Path) -> Clone:
 def test_run_is_green_and_says_what_it_left_out(clone: Clone) -> None:
     code, text = clone.run()
     assert code == 0, text
-    assert last_line(text) == "4 passed, 0 failed, 2 skipped"
+    assert last_line(text) == "7 passed, 0 failed, 3 skipped"
     assert text.index("fake make test checkpoints=unset") < text.index("fake make test-wheel")
 
 
@@ -267,7 +268,13 @@ def test_run_installs_the_compilers_that_are_missing_and_goes_on_without(clone: 
     code, text = clone.run()
     assert code == 0, text
     asked = (clone.prepared / "apt").read_text().splitlines()
-    assert [line.split()[-1] for line in asked] == ["-qq", "clang-22", "lld-22", "libamdhip64-5"]
+    assert [line.split()[-1] for line in asked] == [
+        "-qq",
+        "clang-22",
+        "lld-22",
+        "libamdhip64-5",
+        "prometheus",
+    ]
     assert "lld-22 could not be installed" in text and "clang-22 could not" not in text
 
 
@@ -278,16 +285,18 @@ def test_run_finds_checkpoints_beside_the_clone_for_their_suite_alone(clone: Clo
     assert code == 0, text
     assert f"fake make test-checkpoints checkpoints={folder}" in text
     assert "fake make test checkpoints=unset" in text and "fake make test-wheel checkpoints=unset" in text
-    assert last_line(text) == "6 passed, 0 failed, 0 skipped"
+    assert last_line(text) == "9 passed, 0 failed, 1 skipped"
 
 
-@pytest.mark.parametrize("target", ["venv", "lint", "test", "test-slow", "test-packages", "test-wheel"])
+@pytest.mark.parametrize(
+    "target", ["venv", "lint", "test", "test-slow", "test-soak", "test-packages", "test-wheel"]
+)
 def test_run_goes_on_after_a_red_suite_and_ends_red(target: str, clone: Clone) -> None:
     (clone.prepared / f"{target}.fails").touch()
     code, text = clone.run()
     assert code == 1
     assert "fake make test-wheel" in text
-    assert last_line(text) == "4 passed, 1 failed, 2 skipped"
+    assert last_line(text) == "7 passed, 1 failed, 3 skipped"
 
 
 def test_run_stops_a_suite_that_hangs(clone: Clone) -> None:

@@ -119,7 +119,7 @@ def test_data_files_are_found_by_importlib_resources(python: Path, tmp_path: Pat
         [str(python), "-c", code], cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=True
     )
     csrc, tiles = (line.split() for line in done.stdout.split("\n")[:2])
-    assert csrc == sorted(p.name for p in (ROOT / "csrc").iterdir() if p.suffix in (".h", ".hip"))
+    assert csrc == sorted(p.name for p in (ROOT / "csrc").iterdir() if p.suffix in (".h", ".cpp"))
     assert tiles == sorted(p.name for p in (ROOT / "kernels/tiles").iterdir() if p.suffix == ".json")
 
 

@@ -11,9 +11,10 @@ after the other; a sequence's last q_len positions are its rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class AttentionBackend(ABC):
     """One way to keep and read the KV cache."""
 
     name: str
+    # Whether one plan may hold rows of decoding sequences and of prompts.
+    mixes_rows = False
 
     @abstractmethod
     def allocate(self, shape: CacheShape, device: torch.device) -> None:
@@ -99,11 +102,19 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def choose(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> Choice:
-    """The first back end of the target's row that fits."""
+def choose(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    broken: Mapping[str, str] = MappingProxyType({}),
+) -> Choice:
+    """The first back end of the target's row that fits. broken: those that failed their self-check here, and how."""
     declined: dict[str, str] = {}
     for name in BACKENDS[target.kind]:
-        reason = _why_not_triton(target, dtype, head_dim, block_size) if name == "triton" else None
+        reason = broken.get(name)
+        if reason is None and name == "triton":
+            reason = _why_not_triton(target, dtype, head_dim, block_size)
         if reason is None:
             return Choice(_make(name), declined)
         declined[name] = reason

@@ -50,6 +50,7 @@ class SdpaPlan:
 
 class SdpaAttention(AttentionBackend):
     name = "sdpa"
+    mixes_rows = True
 
     def allocate(self, shape: CacheShape, device: torch.device) -> None:
         size = (2 * shape.kv_heads, shape.blocks * shape.block_size, shape.head_dim)

@@ -65,15 +65,18 @@ def time_cold_on_host(calls: Sequence[Call], *, least_s: float = 0.2, least_roun
     return Timing(statistics.median(times), min(times), max(times))
 
 
-def copy_rate(device: torch.device, nbytes: int = 1 << 28) -> float:
-    """Bytes per second, read and written ones together, of a copy of `nbytes` within the device's memory."""
+def copy_rate(device: torch.device, nbytes: int = 1 << 28, *, least_s: float = 1.0) -> float:
+    """Bytes per second, read and written ones together, of a copy of `nbytes` within the device's memory.
+
+    On a CPU it is repeated for least_s.
+    """
     source = torch.ones(nbytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
 
     def copy() -> object:
         return target.copy_(source)
 
-    timing = time_cold_on_host([copy], least_s=1.0) if device.type == "cpu" else time_cold([copy])
+    timing = time_cold_on_host([copy], least_s=least_s) if device.type == "cpu" else time_cold([copy])
     return 2 * nbytes / (timing.low_us * 1e-6)
 
 

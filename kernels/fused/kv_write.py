@@ -205,7 +205,7 @@ def norm_rope_write_reference(
     """(q float32 [T, H, D], the cache after the write in float32)."""
     _, _, kv_heads, block_size, dim = cache.shape
     qkv = parts_reference(x, bias)
-    qkv = qkv.view(len(qkv), -1, dim)
+    qkv = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
     heads = qkv.shape[1] - 2 * kv_heads
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     if norm is not None:

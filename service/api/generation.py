@@ -345,7 +345,12 @@ def plan_choices(
     for prompt, sampling in prompts:
         for i in range(n):
             request = Request(
-                uuid.uuid4().hex, prompt.token_ids, _with_seed(sampling, i), arrival_s, body.priority or 0
+                uuid.uuid4().hex,
+                prompt.token_ids,
+                _with_seed(sampling, i),
+                arrival_s,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
             )
             stream = TextStream(service.codec.detokenizer(), body.stop)
             choice = Choice(len(choices), request, prompt, stream, lists_stop_token, shows_logprobs)

@@ -1,6 +1,6 @@
 """Request bodies of /v1/completions and /v1/chat/completions, as OpenAI defines them, plus a few fields of other
-servers (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout_s, return_token_ids,
-chat_template_kwargs), and of /tokenize and /detokenize.
+servers (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout_s, cache_salt,
+return_token_ids, chat_template_kwargs), and of /tokenize and /detokenize.
 
 Values are strict: a string is not a number. null means the default. A field that OpenAI has and we do not support
 is accepted only with the value that changes nothing (see Unsupported); a field that nobody knows is an error.
@@ -305,6 +305,12 @@ class SamplingFields(_Strict):
         le=MAX_TIMEOUT_S,
         allow_inf_nan=False,
         description="Give up after this many seconds, queue included. Default: the server's limit.",
+    )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Cached prompt prefixes are shared with requests of the same salt alone.",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -139,7 +139,17 @@ def open_checkpoint(
     Raises CheckpointError when the folder is not quantised, is of a format not in FORMATS, or lacks a file.
     """
     config = read_json(folder / "config.json")
+    if _is_random(config):
+        from nybble.service.checkpoints.random_weights import RandomCheckpoint
+
+        return RandomCheckpoint(folder, config)
     return Checkpoint(folder, config, _format_of(folder, config), on_bytes, drop_cache, pin)
+
+
+def _is_random(config: dict[str, Any]) -> bool:
+    """A folder that `nybble bench` made: see random_weights.py."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "nybble-random"
 
 
 def _format_of(folder: Path, config: dict[str, Any]) -> Format:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections import Counter
+from dataclasses import dataclass
 from time import perf_counter
+
+import torch
 
 from nybble.kernels.linear import RECORDER
 from nybble.kernels.native import JIT_RECORDER
 from nybble.service.engine.kv_blocks import BlockPool
+from nybble.service.engine.pacing import Pacer, Rows
 from nybble.service.engine.protocol import (
     EngineConfig,
     EngineInfo,
@@ -16,9 +22,27 @@ from nybble.service.engine.protocol import (
     StepOutput,
     Token,
 )
-from nybble.service.engine.runner import Runner
-from nybble.service.engine.scheduler import Scheduler
+from nybble.service.engine.runner import Flight, Runner
+from nybble.service.engine.scheduler import Scheduler, Step
 from nybble.service.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+_NOT_FINITE = "the model's logits are not finite numbers for this prompt: the answer was stopped"
+_NO_MEMORY = (
+    "the device ran out of memory for this request: ask for less at once, or give the KV cache less of it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way through the device. before: how far its sequences were computed."""
+
+    step: Step
+    flight: Flight
+    before: dict[Sequence, int]
+    rows: list[Rows]
+    started_s: float
 
 
 class Engine:
@@ -26,21 +50,27 @@ class Engine:
 
         add(request) ... step() -> outputs ... abort(id)
 
+    On a device that works by itself, `step` launches the step after before it returns: while its caller sends the outputs
+    away and takes new requests, the device is busy.
+
     Nothing a request carries can raise out of `step`: what cannot be served ends that request alone, with
     finish_reason "error" and a sentence.
     """
 
     def __init__(self, runner: Runner, info: EngineInfo, config: EngineConfig) -> None:
         self.info = info
+        self.gemm_sample_every = config.gemm_sample_every
         self._runner = runner
-        self._config = config
         self._scheduler = Scheduler(
             BlockPool(info.kv_blocks),
             info.block_size,
             info.max_running,
-            config.prefill_tokens,
-            config.prefill_tokens_busy,
+            Pacer(config.prefill_tokens, config.prefill_tokens_busy),
+            config.prefix_cache,
         )
+        self._launched: _Launched | None = None
+        self._out_of_memory = 0
+        self._failed_in_a_row = 0
         self._sequences: dict[str, Sequence] = {}
         self._refused: list[StepOutput] = []
         self._finished: Counter[str] = Counter()
@@ -51,6 +81,15 @@ class Engine:
         self._nonfinite = 0
         self._steps = 0
         self._overhead_seconds = 0.0
+
+    @property
+    def runner(self) -> Runner:
+        return self._runner
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Most prompt rows of a step, for now."""
+        return self._scheduler.pacer.most
 
     @property
     def has_work(self) -> bool:
@@ -81,14 +120,90 @@ class Engine:
         started = perf_counter()
         forward_before = self._runner.forward_seconds
         outputs, self._refused = self._refused, []
-        every = self._config.gemm_sample_every
-        RECORDER.sampling = every > 0 and self._steps % every == 0
-        step = self._scheduler.schedule()
-        for sequence, token in self._runner.run(step) if step else ():
-            outputs.append(self._advance(sequence, token))
+        launched, self._launched = self._launched or self._launch(outputs), None
+        if launched is not None:
+            outputs += self._finish_step(launched)
+        if self._runner.runs_ahead and self._sequences:
+            self._launched = self._launch(outputs)
         self._steps += 1
         self._overhead_seconds += perf_counter() - started - (self._runner.forward_seconds - forward_before)
         return tuple(outputs)
+
+    def _launch(self, outputs: list[StepOutput]) -> _Launched | None:
+        """The next step, started; None when there is nothing to run or no memory to run it. A request that has to end
+        for lack of memory is added to outputs."""
+        every = self.gemm_sample_every
+        RECORDER.sampling = every > 0 and self._steps % every == 0
+        step = self._scheduler.schedule()
+        if not step:
+            return None
+        rows = [Rows(c.count, c.sequence.computed) for c in step.prefill]
+        before = {s: s.computed for s in (*step.decode, *(c.sequence for c in step.prefill))}
+        launched = _Launched(step, [], before, rows, perf_counter())
+        try:
+            launched.flight.extend(self._runner.launch(step))
+        except Exception as error:
+            outputs += self._survive(error, launched)
+            return None
+        return launched
+
+    def _finish_step(self, launched: _Launched) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        try:
+            results = self._runner.collect(launched.flight)
+        except Exception as error:
+            return self._survive(error, launched)
+        self._failed_in_a_row = 0
+        seconds = perf_counter() - launched.started_s
+        self._scheduler.pacer.observe(seconds, len(launched.step.decode), launched.rows)
+        failed = {sequence for sequence, token in results if token is None}
+        for sequence in launched.before:
+            # One that was aborted meanwhile is gone, and its blocks with it.
+            if self._runs(sequence) and sequence not in failed:
+                self._scheduler.commit(sequence)
+        for sequence, token in results:
+            if self._runs(sequence):
+                outputs.append(self._advance(sequence, token))
+        return outputs
+
+    def _runs(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.id) is sequence
+
+    def _survive(self, error: Exception, launched: _Launched) -> list[StepOutput]:
+        """After a step that failed for lack of memory: put it back, and ask for less from now on. Raises any other error.
+
+        The youngest request makes room: it goes back to the queue, and fewer run together until one has finished. One that
+        is alone gets smaller chunks; when they are as small as can be, it is tried once more and then ends with an error.
+        """
+        if not _is_out_of_memory(error):
+            raise error
+        self._out_of_memory += 1
+        log.warning("out of memory in a step of %d requests: %s", len(launched.before), str(error)[:200])
+        # The frames of the failed call still hold its tensors.
+        traceback.clear_frames(error.__traceback__)
+        self._runner.release_memory()
+        for sequence, computed in launched.before.items():
+            if self._runs(sequence):
+                sequence.rewind(computed)
+        scheduler = self._scheduler
+        if not scheduler.running:
+            return []
+        youngest = scheduler.running[-1]
+        if len(scheduler.running) > 1:
+            scheduler.preempt(youngest)
+            scheduler.limit = len(scheduler.running)
+            return []
+        rows = sum(r.count for r in launched.rows)
+        if rows > self.info.block_size:
+            scheduler.pacer.most = max(rows // 2, self.info.block_size)
+            return []
+        # What the allocator has given back may be enough.
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row == 1:
+            return []
+        first = youngest.scheduled_s if youngest.output_len == 0 else None
+        self._finish(youngest, "error")
+        return [StepOutput(youngest.id, finish_reason="error", error=_NO_MEMORY, scheduled_s=first)]
 
     @property
     def stats_due(self) -> bool:
@@ -111,8 +226,11 @@ class Engine:
             waiting=len(scheduler.waiting),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            cached_prompt_tokens=scheduler.hits_tokens,
+            prefix_queries_tokens=scheduler.queries_tokens,
             preemptions=scheduler.preemptions,
             nonfinite=self._nonfinite,
+            out_of_memory=self._out_of_memory,
             kv_usage_ratio=scheduler.pool.usage_ratio,
             steps=self._steps,
             step_overhead_seconds=self._overhead_seconds,
@@ -146,11 +264,12 @@ class Engine:
 
     def _advance(self, sequence: Sequence, token: Token | None) -> StepOutput:
         first = sequence.scheduled_s if sequence.output_len == 0 else None
+        cached = (sequence.cached or 0) if sequence.output_len == 0 else 0
         if token is None:
             self._nonfinite += 1
+            self._scheduler.discard(sequence)
             self._finish(sequence, "error")
-            message = "the model's logits are not finite numbers for this prompt: the answer was stopped"
-            return StepOutput(sequence.id, finish_reason="error", error=message, scheduled_s=first)
+            return StepOutput(sequence.id, finish_reason="error", error=_NOT_FINITE, scheduled_s=first)
         scored = tuple(sequence.scored or ()) if sequence.output_len == 0 else ()
         if sequence.request.sampling.max_tokens == 0:
             self._finish(sequence, "length")
@@ -160,9 +279,23 @@ class Engine:
         reason = sequence.finish_reason(self.info.max_model_len)
         if reason is not None:
             self._finish(sequence, reason)
-        return StepOutput(sequence.id, (token,), reason, scheduled_s=first, prompt_logprobs=scored)
+        return StepOutput(
+            sequence.id,
+            (token,),
+            reason,
+            scheduled_s=first,
+            cached_tokens=cached,
+            prompt_logprobs=scored,
+        )
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
         self._finished[reason] += 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Also torch's CPU allocator, which raises a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

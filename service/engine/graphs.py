@@ -40,7 +40,8 @@ Capture = Callable[[Forward], Captured]
 
 
 class DeviceCapture:
-    """Captures on a CUDA or ROCm device. All graphs share one memory pool: they never run at the same time."""
+    """Captures on a CUDA or ROCm device. Graphs share one memory pool, since they never run at the same time; after a
+    capture that failed, the next ones share another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,8 +49,19 @@ class DeviceCapture:
 
     def __call__(self, forward: Forward) -> Captured:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-            output = forward()
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            # Other threads may use the device meanwhile: a capture is spoilt by its own thread's calls alone.
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                output = forward()
+        except BaseException:
+            # torch leaves its capturing stream current, and the pool marked as being captured into.
+            torch.cuda.set_stream(stream)
+            self._pool = None
+            raise
         self._pool = graph.pool()
         return _DeviceGraph(graph, output)
 

@@ -13,13 +13,15 @@ import torch
 
 from nybble.kernels import native
 from nybble.kernels.attention import AttentionBackend, CacheShape, choose
+from nybble.kernels.attention.selfcheck import paged_problem
+from nybble.kernels.bench.timing import copy_rate
 from nybble.kernels.linear import W4A16Linear, dense_bytes
+from nybble.kernels.linear.int8 import Int8Linear, can_run, quantize_rows
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import (
     Target,
     default_device,
     detect,
-    measured_copy_rate,
     pci_address,
     shares_host_memory,
     usable_cores,
@@ -44,8 +46,9 @@ OnBytes = Callable[[int, int], None]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# --lm-head: a 16-bit output head as it is, or read in int4 and rescored (see RescoredHead), in groups of this size.
-HEADS = ("auto", "keep", "int4")
+# --lm-head: a 16-bit output head as it is, read in int8, or read in int4 and rescored (see RescoredHead), in groups of this
+# size.
+HEADS = ("auto", "keep", "int8", "int4")
 HEAD_GROUP_SIZE = 32
 
 
@@ -61,7 +64,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         torch.set_num_threads(config.threads or usable_cores())
     target = detect(device)
     _set_up_compilation(config, device)
-    copy_bytes_per_s = measured_copy_rate(device)
+    copy_bytes_per_s = _copy_rate(device)
     readings = _readings(device)
     folder = Path(config.model)
     shared = device.type != "cpu" and shares_host_memory(device)
@@ -69,8 +72,10 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     with large_blocks_go_back(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
-        attention = _attention(target, dtype, model_config.head_dim, config.block_size)
-        head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, target)
+        attention, attention_passed = _attention(
+            target, device, dtype, model_config.head_dim, config.block_size
+        )
+        head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, device)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
         expected = replace(
@@ -120,7 +125,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
             dense_build_seconds=model.dense_build_seconds,
         ),
         kernels=_reports(model),
-        selfcheck=selfcheck.passed,
+        selfcheck=selfcheck.passed | attention_passed,
         copy_bytes_per_s=copy_bytes_per_s,
         pci_address=pci_address(device),
     )
@@ -135,16 +140,37 @@ def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
         native.count_triton()
 
 
-def _attention(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+def _attention(
+    target: Target, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> tuple[AttentionBackend, dict[str, bool]]:
+    """The back end, and whether the paged one, where it was chosen, passed its self-check."""
+    passed: dict[str, bool] = {}
     choice = choose(target, dtype, head_dim, block_size)
+    if choice.backend.name == "triton" and device.type != "cpu":
+        problem = paged_problem(device, dtype, head_dim)
+        passed["attention"] = problem is None
+        if problem is not None:
+            log.error("self-check on %s %s: paged attention, %s", target.name, target.arch, problem)
+            choice = choose(
+                target, dtype, head_dim, block_size, {"triton": f"failed its self-check: {problem}"}
+            )
     for name, reason in choice.declined.items():
         log.warning("attention: %s, since %s declines: %s", choice.backend.name, name, reason)
-    return choice.backend
+    return choice.backend, passed
 
 
 def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
     """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
     return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
+
+
+def _copy_rate(device: torch.device) -> float:
+    """What bandwidths are relative to, in a fraction of a second; gives its memory back."""
+    if device.type == "cpu":
+        return copy_rate(device, nbytes=64 << 20, least_s=0.05)
+    rate = copy_rate(device)
+    torch.cuda.empty_cache()
+    return rate
 
 
 def _device(name: str) -> torch.device:
@@ -182,12 +208,17 @@ def _readings(device: torch.device) -> Readings:
 
 
 def _head_quantizer(
-    mode: str, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, target: Target
+    mode: str, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> HeadQuantizer | None:
     """auto: int4 on a CPU in bfloat16, where the head is a third of a small model's bytes; kept elsewhere."""
     if mode not in HEADS:
         raise ConfigError(f"--lm-head is {mode!r}: accepted {', '.join(HEADS)}")
-    int4 = mode == "int4" or (mode == "auto" and target.kind == "cpu" and dtype is torch.bfloat16)
+    if mode == "int8":
+        runs, reason = can_run(device, dtype, model.hidden_size)
+        if not runs:
+            raise ConfigError(f"--lm-head int8: {reason}; use keep or int4")
+        return partial(quantize_rows, dtype=dtype)
+    int4 = mode == "int4" or (mode == "auto" and device.type == "cpu" and dtype is torch.bfloat16)
     if not int4:
         return None
     if model.hidden_size % HEAD_GROUP_SIZE:
@@ -247,12 +278,14 @@ def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: to
 
 def _reports(model: Decoder) -> tuple[KernelReport, ...]:
     """One row per layer kind and distinct kernel choice, for GET /v1/kernels."""
-    reports = []
+    reports: list[KernelReport] = []
     for kind, layers in model.linears.items():
         groups: dict[object, list[W4A16Linear]] = {}
         for layer in layers:
             if isinstance(layer, W4A16Linear):
                 groups.setdefault((layer.config, layer.kernel.name), []).append(layer)
+            elif isinstance(layer, Int8Linear):
+                reports.append(_int8_report(kind, layer))
         for same in groups.values():
             first = same[0]
             reports.append(
@@ -273,3 +306,20 @@ def _reports(model: Decoder) -> tuple[KernelReport, ...]:
                 )
             )
     return tuple(reports)
+
+
+def _int8_report(kind: str, layer: Int8Linear) -> KernelReport:
+    n, k = layer.weight.q.shape
+    return KernelReport(
+        layer=kind,
+        count=1,
+        n=n,
+        k=k,
+        group_size=k,
+        symmetric=True,
+        kernel="int8",
+        reason=layer.reason,
+        declined={},
+        routes=(RouteReport(1, None, layer.path, "asked for by --lm-head", None),),
+        nbytes=layer.nbytes,
+    )

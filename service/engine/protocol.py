@@ -66,13 +66,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue once; n = 2 is two Requests. Of those that wait, the least priority goes first."""
+    """One prompt to continue once; n = 2 is two Requests. Of those that wait, the least priority goes first.
+
+    cache_salt: requests share cached prefixes only with those of the same salt.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float
     priority: int = 0
+    cache_salt: str | None = None
 
 
 @_pickled_by_position
@@ -208,6 +212,7 @@ class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
 
     prefix_queries_tokens are the prompt tokens looked up in the prefix cache, cached_prompt_tokens those found there.
+    out_of_memory counts steps that the device had no memory for.
     jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
     the seconds and M of the latest of them per (layer, path). graph_fallbacks: decode batch sizes that run without a
@@ -224,6 +229,7 @@ class EngineStats:
     prefix_queries_tokens: int = 0
     preemptions: int = 0
     nonfinite: int = 0
+    out_of_memory: int = 0
     kv_usage_ratio: float = 0.0
     steps: int = 0
     step_overhead_seconds: float = 0.0
@@ -265,8 +271,9 @@ class EngineConfig:
     """Everything the engine process needs to know; made from Settings.
 
     model is a resolved folder. max_model_len 0: the model's own, capped by what the memory plan can hold.
-    kv_cache_bytes 0: what the memory plan gives. prefill_tokens: rows of one prefill chunk; while requests are
-    decoding, a chunk is at most prefill_tokens_busy, so that their next token is not held up for long.
+    kv_cache_bytes 0: what the memory plan gives. prefill_tokens: most rows of one prefill chunk; while requests are
+    decoding, a chunk has prefill_tokens_busy rows at most, or, with 0, as many as measured step times allow without
+    holding up the next tokens for long (see service/engine/pacing.py).
     dense_copies: see service/memory.py's DENSE_MODES. kernel_cache: the folder that keeps compiled kernels, empty for the
     user's; kernel_cache_shared: one that `nybble warm` filled, looked at first.
     """
@@ -280,7 +287,8 @@ class EngineConfig:
     kv_cache_bytes: int = 0
     memory_fraction: float = 0.9
     prefill_tokens: int = 512
-    prefill_tokens_busy: int = 64
+    prefill_tokens_busy: int = 0
+    prefix_cache: bool = True
     lm_head: str = "auto"
     dense_copies: str = "disabled"
     threads: int = 0

@@ -13,7 +13,7 @@ from nybble.kernels.linear import RECORDER
 from nybble.service.engine.graphs import Capture, DecodeGraphs
 from nybble.service.engine.inputs import FreshInputs, Limits, StaticInputs
 from nybble.service.engine.protocol import Token
-from nybble.service.engine.sampler import sample, score
+from nybble.service.engine.sampler import Draft, draw, score
 from nybble.service.engine.scheduler import Chunk, Step
 from nybble.service.engine.sequence import Sequence
 from nybble.service.models import Batch, Decoder
@@ -24,9 +24,13 @@ _SCORED_ROWS = 16
 _EAGER_SAMPLE_EVERY_S = 5.0
 
 
+# Sequences whose last row was computed, and their next tokens on the way from the device.
+Flight = list[tuple[list[Sequence], Draft]]
+
+
 class Runner:
-    """Runs a step's decode rows and its prefill chunks as two forward passes: they take different GEMM paths, and the
-    decode pass has a fixed shape per batch size. On the paged cache of a GPU all shapes are fixed, and decode is captured.
+    """Runs a step's decode rows and its prefill chunks as one forward pass, which reads the weights once, where the
+    attention back end takes both; otherwise as two. On the paged cache of a GPU all shapes are fixed, and decode is captured.
 
     limits   needed where the model's attention is paged
     capture  how decode steps are captured there; None: not at all
@@ -59,15 +63,37 @@ class Runner:
         """Reason -> decode batch sizes that run eagerly because of it."""
         return {} if self.graphs is None else self.graphs.fallbacks
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the device is done, so that the host has time for other things."""
+        return self.device.type != "cpu"
+
     @torch.inference_mode()
-    def run(self, step: Step) -> list[tuple[Sequence, Token | None]]:
-        """The next token of every sequence that got one; None where its logits were not finite."""
-        results: list[tuple[Sequence, Token | None]] = []
-        if step.decode:
-            results += self._pass("decode", [Chunk(s, 1) for s in step.decode])
+    def launch(self, step: Step) -> Flight:
+        """Start a step. Sequences count its rows as computed from here on."""
+        flight: Flight = []
+        rows = [Chunk(s, 1) for s in step.decode]
+        if rows and step.prefill and self.model.attention.mixes_rows:
+            return [self._pass("prefill", rows + step.prefill)]
+        if rows:
+            flight.append(self._pass("decode", rows))
         if step.prefill:
-            results += self._pass("prefill", step.prefill)
+            flight.append(self._pass("prefill", step.prefill))
+        return flight
+
+    @torch.inference_mode()
+    def collect(self, flight: Flight) -> list[tuple[Sequence, Token | None]]:
+        """The next token of every sequence that got one; None where its logits were not finite. Waits for the device."""
+        started = perf_counter()
+        results = [pair for done, draft in flight for pair in zip(done, draft.tokens(), strict=True)]
+        if self.runs_ahead:
+            self.forward_seconds += perf_counter() - started
         return results
+
+    def release_memory(self) -> None:
+        """Give back what the allocator keeps for later; after an allocation failed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def warm_up(self) -> None:
         """Run what requests will run, before they come. Uses blocks that are free then.
@@ -164,7 +190,7 @@ class Runner:
         self.warm_up()
         return perf_counter() - started
 
-    def _pass(self, phase: str, chunks: list[Chunk]) -> list[tuple[Sequence, Token | None]]:
+    def _pass(self, phase: str, chunks: list[Chunk]) -> tuple[list[Sequence], Draft]:
         ids: list[int] = []
         positions: list[int] = []
         spans = []
@@ -194,14 +220,10 @@ class Runner:
             logits = self.model.logits(hidden[torch.tensor(last_rows, dtype=torch.int64, device=self.device)])
         else:
             logits = self._logits(phase, batch)[: len(done)]
-        if self.device.type == "cpu":
-            self.forward_seconds += perf_counter() - started
+        self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
-        tokens = sample(logits, done) if done else []
-        if self.device.type != "cpu":
-            self.forward_seconds += perf_counter() - started
-        return list(zip(done, tokens, strict=True))
+        return done, draw(logits, done) if done else Draft([])
 
     def _logits(self, phase: str, batch: Batch) -> torch.Tensor:
         """[R, V], R at least the rows asked for."""

@@ -3,12 +3,18 @@
 Order: logit bias, repetition, presence and frequency penalties, temperature, top-k, top-p (of what top-k left), min-p,
 then one uniform number per row picks from the cumulative distribution. A row's answer depends on its own logits and
 its own number alone, never on its neighbours. Log-probabilities are those of the unchanged logits.
+
+On a GPU nothing here waits for the device: what rows ask for goes there in one copy, tokens come back in one copy
+(`Draft`), and the host reads them when it needs them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,31 +25,113 @@ from nybble.service.engine.sequence import Sequence
 _TOP_P_CANDIDATES = 1024
 
 
+class Draft:
+    """Tokens of a pass, one a row; None where the row's logits are not finite."""
+
+    def __init__(self, tokens: list[Token | None]) -> None:
+        self._tokens = tokens
+
+    def tokens(self) -> list[Token | None]:
+        return self._tokens
+
+
+class _DeviceDraft(Draft):
+    """A draft that is still being computed: `packed`, one row of numbers per answer, is on its way to the host."""
+
+    def __init__(self, packed: torch.Tensor, read: Callable[[list[Any]], list[Token | None]]) -> None:
+        self._read = read
+        self._arrived: Any = None
+        if packed.device.type == "cpu":
+            self._packed = packed
+            return
+        self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._packed.copy_(packed, non_blocking=True)
+        make: Any = torch.cuda.Event  # untyped in torch
+        self._arrived = make()
+        self._arrived.record()
+
+    def tokens(self) -> list[Token | None]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._read(self._packed.tolist())
+
+
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None]:
-    """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row's logits are not finite."""
+    """`draw`, and wait for it."""
+    return draw(logits, sequences).tokens()
+
+
+def draw(logits: torch.Tensor, sequences: Rows[Sequence]) -> Draft:
+    """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row holds an infinity or a NaN.
+
+    logits may be overwritten once the draft's tokens have been read.
+    """
     scores = logits.to(torch.float32)
     params = [s.request.sampling for s in sequences]
-    best, finite = _best(scores)
-    chosen = list(best)
     special = [r for r, p in enumerate(params) if _needs_work(p)]
+    wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
+    if scores.device.type == "cpu" and not special and not wanted:
+        return Draft([Token(i) if ok else None for i, ok in zip(*_best_on_cpu(scores), strict=True)])
+    uniform = [sequences[r].uniform() for r in special]
+    return _draw(scores, sequences, special, uniform, wanted, _TOP_P_CANDIDATES)
+
+
+def _draw(
+    scores: torch.Tensor,
+    sequences: Rows[Sequence],
+    special: list[int],
+    uniform: list[float],
+    wanted: list[int],
+    candidates: int,
+) -> Draft:
+    """special: rows that are not plainly greedy, with their uniform numbers. wanted: rows with log-probabilities.
+    candidates: how many a top-p row looks at; a row that needs more is drawn again, whole, when it is read."""
+    params = [s.request.sampling for s in sequences]
+    chosen, finite = _best(scores)
+    settled = torch.ones_like(finite)
     if special:
-        rows = scores[special]  # a copy
+        at = _upload(special, torch.int64, scores.device)
+        rows = scores.index_select(0, at)  # a copy
         for i, r in enumerate(special):
             _penalise(rows[i], sequences[r])
-        picked = _pick(rows, [params[r] for r in special], [sequences[r].random.random() for r in special])
-        for r, token in zip(special, picked, strict=True):
-            chosen[r] = token
-    wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
-    described = _describe(scores, wanted, chosen, params) if wanted else {}
-    return [
-        (described.get(r) or Token(token)) if ok else None
-        for r, (token, ok) in enumerate(zip(chosen, finite, strict=True))
-    ]
+        picked, enough = _pick(rows, [params[r] for r in special], uniform, candidates)
+        chosen = chosen.index_copy(0, at, picked)
+        settled = settled.index_copy(0, at, enough)
+    columns = [chosen, finite, settled]
+    alternatives = [params[r].logprobs or 0 for r in wanted]
+    if wanted:
+        at = _upload(wanted, torch.int64, scores.device)
+        own, values, ids = _logprobs(scores.index_select(0, at), chosen.index_select(0, at), alternatives)
+        columns += [own, values.flatten(), ids.flatten()]
+
+    def read(numbers: list[float]) -> list[Token | None]:
+        count = len(sequences)
+        token_ids = [int(i) for i in numbers[:count]]
+        tokens: list[Token | None] = [Token(i) for i in token_ids]
+        if not all(numbers[2 * count : 3 * count]):
+            return _draw(scores, sequences, special, uniform, wanted, scores.shape[1]).tokens()
+        if wanted:
+            described = _tokens([token_ids[r] for r in wanted], alternatives, numbers[3 * count :])
+            for r, token in zip(wanted, described, strict=True):
+                tokens[r] = token
+        return [token if ok else None for token, ok in zip(tokens, numbers[count : 2 * count], strict=True)]
+
+    return _DeviceDraft(torch.cat([c.to(torch.float64) for c in columns]), read)
+
+
+def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of numbers that the device gets without anybody waiting."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def score(logits: torch.Tensor, token_ids: list[int], alternatives: int) -> list[Token]:
     """logits [R, V] -> token_ids[r] with its log-probability in row r and the `alternatives` best of that row."""
-    return _with_logprobs(logits.to(torch.float32), token_ids, [alternatives] * len(token_ids))
+    asked = [alternatives] * len(token_ids)
+    own_ids = _upload(token_ids, torch.int64, logits.device)
+    own, values, ids = _logprobs(logits.to(torch.float32), own_ids, asked)
+    parts = (own, values.flatten(), ids.flatten())
+    return _tokens(token_ids, asked, torch.cat([p.to(torch.float64) for p in parts]).tolist())
 
 
 def _needs_work(p: SamplingParams) -> bool:
@@ -56,89 +144,126 @@ def _needs_work(p: SamplingParams) -> bool:
     )
 
 
-def _best(scores: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Index of each row's largest score (the first of equals), and whether that score is a finite number.
+def _best_on_cpu(scores: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Index of each row's largest score (the first of equals), and whether all of the row's scores are finite.
 
-    A NaN anywhere in a row comes out as its largest, here and in numpy. numpy's argmax is ten times torch's on a CPU
-    (4 against 43 us at V = 49152).
+    numpy, whose argmax is ten times torch's on a CPU (4 against 43 us at V = 49152). In numpy as in torch a NaN anywhere
+    in a row is both its largest and its smallest.
     """
+    array = scores.numpy()
+    index = array.argmax(axis=-1).tolist()
+    least = array.min(axis=-1).tolist()
+    finite = [math.isfinite(array[r, i]) and math.isfinite(least[r]) for r, i in enumerate(index)]
+    return index, finite
+
+
+def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_best_on_cpu` on any device: int64 [R], bool [R]."""
     if scores.device.type == "cpu":
-        array = scores.numpy()
-        index = array.argmax(axis=-1).tolist()
-        return index, [math.isfinite(array[r, i]) for r, i in enumerate(index)]
-    values, indices = scores.max(dim=-1)
-    packed = torch.stack((indices.to(torch.float64), values.to(torch.float64))).tolist()
-    return [int(i) for i in packed[0]], [math.isfinite(v) for v in packed[1]]
+        index, finite = _best_on_cpu(scores)
+        return torch.tensor(index), torch.tensor(finite)
+    least, most = scores.aminmax(dim=-1)
+    return scores.argmax(dim=-1), torch.isfinite(least) & torch.isfinite(most)
 
 
 def _penalise(row: torch.Tensor, sequence: Sequence) -> None:
-    p = sequence.request.sampling
+    p, device = sequence.request.sampling, row.device
     if p.logit_bias:
         ids, values = zip(*p.logit_bias, strict=True)
-        row[torch.tensor(ids, device=row.device)] += torch.tensor(values, device=row.device)
+        row[_upload(ids, torch.int64, device)] += _upload(values, torch.float32, device)
     if p.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
+        seen = _upload(sorted(set(sequence.tokens)), torch.int64, device)
         value = row[seen]
         row[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
     if sequence.generated:
         ids, counts = zip(*sequence.generated.items(), strict=True)
-        count = torch.tensor(counts, dtype=torch.float32, device=row.device)
-        row[torch.tensor(ids, device=row.device)] -= p.frequency_penalty * count + p.presence_penalty
+        count = _upload(counts, torch.float32, device)
+        row[_upload(ids, torch.int64, device)] -= p.frequency_penalty * count + p.presence_penalty
 
 
-def _pick(scores: torch.Tensor, params: list[SamplingParams], uniform: list[float]) -> list[int]:
-    """One index per row of scores [R, V], which are changed."""
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """What rows ask for, each float64 [R] on their device: temperature (1 where greedy), top_k (V where off), ..."""
+
+    greedy: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    u: torch.Tensor
+
+    def of(self, rows: torch.Tensor) -> _Wishes:
+        columns = (self.greedy, self.temperature, self.top_k, self.top_p, self.min_p, self.u)
+        return _Wishes(*(c.index_select(0, rows) for c in columns))
+
+
+def _pick(
+    scores: torch.Tensor, params: list[SamplingParams], uniform: list[float], candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One index per row of scores [R, V], which are changed: int64 [R]; and whether `candidates` were enough to tell."""
     device, vocab = scores.device, scores.shape[1]
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
+    table = [
+        (
+            p.temperature == 0,
+            p.temperature or 1.0,
+            p.top_k if 0 < p.top_k < vocab else vocab,
+            p.top_p,
+            p.min_p,
+            u,
+        )
+        for p, u in zip(params, uniform, strict=True)
+    ]
+    wishes = _Wishes(*_upload(table, torch.float64, device).unbind(1))
     # Shifting the best score to 0 first keeps any temperature, however small, inside float32.
     scores -= scores.amax(dim=-1, keepdim=True)
-    probs = (scores / temperature.unsqueeze(1)).softmax(dim=-1)
+    probs = (scores / wishes.temperature.to(torch.float32).unsqueeze(1)).softmax(dim=-1)
     best = scores.argmax(dim=-1)
-    u = torch.tensor(uniform, dtype=torch.float64, device=device)
-
+    out, settled = best, torch.ones(len(params), dtype=torch.bool, device=device)
     limited = [r for r, p in enumerate(params) if p.temperature > 0 and (0 < p.top_k < vocab or p.top_p < 1)]
     free = [r for r, p in enumerate(params) if p.temperature > 0 and r not in set(limited)]
-    out = best.clone()
+    any_min_p = any(p.min_p for p in params)
     if free:
-        kept = _apply_min_p(probs[free], [params[r] for r in free])
-        out[free] = _invert(kept, u[free])
+        at = _upload(free, torch.int64, device)
+        theirs = wishes.of(at)
+        kept = _apply_min_p(probs.index_select(0, at), theirs, any_min_p)
+        out = out.index_copy(0, at, _invert(kept, theirs.u))
     if limited:
-        ids, kept = _candidates(probs[limited], [params[r] for r in limited])
-        kept = _apply_min_p(kept, [params[r] for r in limited])
-        out[limited] = ids.gather(1, _invert(kept, u[limited]).unsqueeze(1)).squeeze(1)
-    result: list[int] = torch.where(greedy, best, out).tolist()
-    return result
+        at = _upload(limited, torch.int64, device)
+        theirs = wishes.of(at)
+        count = min(vocab, max([candidates, *(p.top_k for p in params if p.top_k < vocab)]))
+        ids, kept, enough = _candidates(probs.index_select(0, at), theirs, count)
+        kept = _apply_min_p(kept, theirs, any_min_p)
+        out = out.index_copy(0, at, ids.gather(1, _invert(kept, theirs.u).unsqueeze(1)).squeeze(1))
+        settled = settled.index_copy(0, at, enough)
+    return torch.where(wishes.greedy > 0, best, out), settled
 
 
-def _candidates(probs: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best candidates of each row, in descending order, and their probabilities with those cut by top-k and top-p
-    set to 0: (ids [R, C], probs [R, C])."""
+def _candidates(
+    probs: torch.Tensor, wishes: _Wishes, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `count` best candidates of each row, in descending order, their probabilities with those cut by top-k and
+    top-p set to 0, and whether a row's cut lies among them: (ids [R, C], probs [R, C], enough [R])."""
     vocab = probs.shape[1]
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device=probs.device)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=probs.device).unsqueeze(1)
-    count = min(vocab, max([_TOP_P_CANDIDATES, *(p.top_k for p in params if p.top_k < vocab)]))
-    while True:
-        values, ids = probs.topk(count, dim=-1)
-        values = values.to(torch.float64)
-        rank = torch.arange(count, device=probs.device)
-        values = values.masked_fill(rank >= top_k.unsqueeze(1), 0.0)
-        # Top-p is a share of what top-k left; without top-k that is everything, seen here or not.
-        total = torch.where(top_k.unsqueeze(1) < vocab, values.sum(dim=-1, keepdim=True), 1.0)
-        before = values.cumsum(dim=-1) - values
-        enough = (before[:, -1:] >= top_p * total) | (top_k.unsqueeze(1) <= count)
-        if count == vocab or bool(enough.all()):
-            # The best candidate always stays: its `before` is 0.
-            return ids, values.masked_fill((before >= top_p * total) & (rank > 0), 0.0)
-        count = vocab
+    top_k, top_p = wishes.top_k.unsqueeze(1), wishes.top_p.unsqueeze(1)
+    values, ids = probs.topk(count, dim=-1)
+    values = values.to(torch.float64)
+    rank = torch.arange(count, device=probs.device)
+    values = values.masked_fill(rank >= top_k, 0.0)
+    # Top-p is a share of what top-k left; without top-k that is everything, seen here or not.
+    total = torch.where(top_k < vocab, values.sum(dim=-1, keepdim=True), 1.0)
+    before = values.cumsum(dim=-1) - values
+    enough = (before[:, -1:] >= top_p * total) | (top_k <= count)
+    # The best candidate always stays: its `before` is 0.
+    kept = values.masked_fill((before >= top_p * total) & (rank > 0), 0.0)
+    return ids, kept, enough.squeeze(1)
 
 
-def _apply_min_p(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def _apply_min_p(probs: torch.Tensor, wishes: _Wishes, any_min_p: bool) -> torch.Tensor:
     """Drop candidates less likely than min_p times the best."""
-    if all(p.min_p == 0 for p in params):
+    if not any_min_p:
         return probs
-    min_p = torch.tensor([p.min_p for p in params], dtype=probs.dtype, device=probs.device).unsqueeze(1)
-    return probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    least = wishes.min_p.to(probs.dtype).unsqueeze(1) * probs.amax(dim=-1, keepdim=True)
+    return probs.masked_fill(probs < least, 0.0)
 
 
 def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -149,23 +274,24 @@ def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, last)
 
 
-def _describe(
-    scores: torch.Tensor, wanted: list[int], chosen: list[int], params: list[SamplingParams]
-) -> dict[int, Token]:
-    """Tokens with log-probabilities for the rows that asked."""
-    tokens = _with_logprobs(
-        scores[wanted], [chosen[r] for r in wanted], [params[r].logprobs or 0 for r in wanted]
-    )
-    return dict(zip(wanted, tokens, strict=True))
-
-
-def _with_logprobs(scores: torch.Tensor, token_ids: list[int], alternatives: list[int]) -> list[Token]:
-    """scores [R, V] float32, one token and one count of alternatives a row."""
+def _logprobs(
+    scores: torch.Tensor, own: torch.Tensor, alternatives: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """scores [R, V] float32, own int64 [R], one count of alternatives a row -> the log-probability [R] of `own`, and
+    the best ones' [R, C] with their ids [R, C]."""
     logprobs = scores.log_softmax(dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_min_(LOGPROB_FLOOR)
     values, ids = logprobs.topk(min(max([1, *alternatives]), logprobs.shape[1]), dim=-1)
-    own = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device).unsqueeze(1)).squeeze(1)
-    rows = zip(token_ids, own.tolist(), values.tolist(), ids.tolist(), alternatives, strict=True)
-    return [
-        Token(token_id, logprob, tuple(zip(best_ids, best, strict=True))[:count])
-        for token_id, logprob, best, best_ids, count in rows
-    ]
+    return logprobs.gather(1, own.unsqueeze(1)).squeeze(1), values, ids
+
+
+def _tokens(token_ids: list[int], alternatives: list[int], numbers: list[float]) -> list[Token]:
+    """Tokens from what `_logprobs` gave, flattened in its order."""
+    rows = len(token_ids)
+    width = (len(numbers) - rows) // (2 * rows)
+    values, ids = numbers[rows : rows + rows * width], numbers[rows + rows * width :]
+    tokens = []
+    for r, (token_id, count) in enumerate(zip(token_ids, alternatives, strict=True)):
+        part = slice(r * width, r * width + min(count, width))
+        top = tuple(zip(map(int, ids[part]), values[part], strict=True))
+        tokens.append(Token(token_id, numbers[r], top))
+    return tokens

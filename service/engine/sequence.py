@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from array import array
 from collections import Counter
 
 from nybble.service.engine.protocol import Request, Token
@@ -17,10 +19,17 @@ class Sequence:
     reserved     a block range the pool keeps free for this sequence's growth as long as it can (start, stop)
     generated    how often each id was generated, kept only when a penalty needs it
     scored       prompt tokens from the second on with their log-probabilities, None unless asked for
+    committed    leading blocks that are full and that the pool knows by their content (see KV blocks)
+    cached       prompt tokens that needed no computing when the request first ran; None before
     """
 
     __slots__ = (
+        "_drawn",
+        "_keys",
+        "_redraw",
         "blocks",
+        "cached",
+        "committed",
         "computed",
         "generated",
         "prompt_len",
@@ -39,13 +48,18 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
         self.computed = 0
+        self.committed = 0
+        self.cached: int | None = None
         self.blocks: list[int] = []
+        self._keys: list[bytes] = []
         self.reserved: tuple[int, int] | None = None
         self.scheduled_s: float | None = None
         self.stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids))
         # One uniform number a token, drawn on the host: a seed gives the same answer alone, in a batch and after
         # preemption, on any device. Unseeded requests take their seed from the system.
         self.random = random.Random(sampling.seed)
+        self._drawn: float | None = None
+        self._redraw: float | None = None
         counts = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         self.generated: Counter[int] | None = Counter() if counts else None
         self.scored: list[Token] | None = None if sampling.prompt_logprobs is None else []
@@ -70,8 +84,33 @@ class Sequence:
             return range(0)
         return range(max(self.computed, len(self.scored)), min(stop, self.prompt_len - 1))
 
+    def block_keys(self, count: int, block_size: int) -> list[bytes]:
+        """What the first `count` full blocks of tokens are known by: a digest of all tokens up to the block's end, and of
+        the request's cache salt. Two blocks of one key hold the keys and values of the same tokens at the same positions.
+        """
+        keys = self._keys
+        while len(keys) < count:
+            start = len(keys) * block_size
+            before = keys[-1] if keys else _root(self.request.cache_salt)
+            block = array("q", self.tokens[start : start + block_size])
+            keys.append(hashlib.sha256(before + block.tobytes()).digest())
+        return keys[:count]
+
+    def uniform(self) -> float:
+        """The uniform number of the next token."""
+        number = self.random.random() if self._redraw is None else self._redraw
+        self._drawn, self._redraw = number, None
+        return number
+
+    def rewind(self, computed: int) -> None:
+        """Forget a step that failed: its rows, and that it drew a number."""
+        self.computed = computed
+        if self._drawn is not None:
+            self._redraw, self._drawn = self._drawn, None
+
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)
+        self._drawn = None
         if self.generated is not None:
             self.generated[token_id] += 1
 
@@ -82,3 +121,10 @@ class Sequence:
         if self.output_len >= self.request.sampling.max_tokens or len(self.tokens) >= max_model_len:
             return "length"
         return None
+
+
+def _root(cache_salt: str | None) -> bytes:
+    """What stands for "before the first token": requests of different salts never share a block."""
+    return hashlib.sha256(
+        b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+    ).digest()

@@ -11,6 +11,7 @@ import torch
 
 from nybble.kernels.attention import AttentionBackend
 from nybble.kernels.linear import Broken, SavedWeight, W4A16Linear
+from nybble.kernels.linear.int8 import Int8Linear, Int8Weight
 from nybble.kernels.norm import RmsNorm
 from nybble.kernels.packing import W4A16Weight, concat_rows, interleave_halves, take_rows
 from nybble.kernels.rope import head_order
@@ -60,9 +61,9 @@ class WeightSource(Protocol):
 
 
 class HeadQuantizer(Protocol):
-    """[N, K] 16-bit -> int4, for the output head."""
+    """[N, K] 16-bit -> int4 or int8, for the output head."""
 
-    def __call__(self, weight: torch.Tensor) -> W4A16Weight: ...
+    def __call__(self, weight: torch.Tensor) -> W4A16Weight | Int8Weight: ...
 
 
 def fused_modules(c: DecoderConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
@@ -108,7 +109,7 @@ def load(
 ) -> Decoder:
     """Read every weight of `config` from `source` onto `device`.
 
-    quantize_head turns a 16-bit output head into int4, for a RescoredHead. dense keeps a dequantised
+    quantize_head turns a 16-bit output head into int8, or into int4 for a RescoredHead. dense keeps a dequantised
     copy of every int4 layer of the blocks (not of the head, which few rows reach). Raises what the source
     raises (CheckpointError) and ValueError when no kernel fits a layer.
     """
@@ -203,9 +204,10 @@ class _Loader:
     def head(self, embedding: torch.Tensor, quantize_head: HeadQuantizer | None) -> Head:
         weight = self.head_weight(embedding)
         if quantize_head is not None and isinstance(weight, torch.Tensor):
-            screen = W4A16Linear(
-                quantize_head(weight), None, self.dtype, self.device, broken=self.broken, label=HEAD
-            )
+            quantised = quantize_head(weight)
+            if isinstance(quantised, Int8Weight):
+                return Int8Linear(quantised, self.dtype, self.device, HEAD)
+            screen = W4A16Linear(quantised, None, self.dtype, self.device, broken=self.broken, label=HEAD)
             return RescoredHead(screen, weight.to(self.device, self.dtype))
         return self.single(weight, None, HEAD, dense=False)
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import tiny_tokenizer
 from fake_engine import EOS_AFTER_5, MAX_MODEL_LEN, reply
+from http_fixtures import local_app
 from transformers import PreTrainedTokenizerFast
 
 from nybble.service.api.generation import Choice, PromptTokens, prompt_entries
@@ -223,7 +224,7 @@ def test_identifiers_of_the_caller_have_no_effect(http: httpx.Client) -> None:
 def test_null_is_the_default(http: httpx.Client) -> None:
     plain = complete(http, prompt=TEXT)["choices"]
     names = "max_tokens temperature top_p top_k min_p n stop seed logprobs logit_bias stream stream_options echo suffix"
-    names += " best_of priority timeout_s"
+    names += " best_of priority timeout_s cache_salt"
     assert complete(http, prompt=TEXT, **dict.fromkeys(names.split()))["choices"] == plain
 
 
@@ -291,6 +292,24 @@ def test_best_of_gives_the_likeliest(http: httpx.Client, codec: TextCodec, n: in
     assert reverse["logprobs"]["token_logprobs"] == [-0.25 + 10 / 1024] * 3
 
 
-def test_priority_reaches_the_engine_and_changes_no_text(http: httpx.Client) -> None:
+def test_a_cache_salt_reaches_the_engine_and_changes_no_text(http: httpx.Client) -> None:
     plain = complete(http, prompt=TEXT)["choices"]
-    assert complete(http, prompt=TEXT, priority=-3, timeout_s=60)["choices"] == plain
+    assert complete(http, prompt=TEXT, cache_salt="tenant \U0001f9c2")["choices"] == plain
+
+
+def test_what_orders_and_isolates_changes_no_text(http: httpx.Client) -> None:
+    plain = complete(http, prompt=TEXT)["choices"]
+    assert complete(http, prompt=TEXT, priority=-3, timeout_s=60, cache_salt="mine")["choices"] == plain
+
+
+@pytest.mark.anyio
+async def test_priority_and_cache_salt_reach_the_engine(codec: TextCodec) -> None:
+    async with local_app(codec) as local:
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            for given, seen in (({}, (0, None)), ({"priority": -7, "cache_salt": "mine"}, (-7, "mine"))):
+                answer = await local.http.post(path, json=body | given | {"max_tokens": 1})
+                assert answer.status_code == 200
+                assert (local.client.seen[-1].priority, local.client.seen[-1].cache_salt) == seen

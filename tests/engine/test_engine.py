@@ -4,60 +4,18 @@ import math
 
 import pytest
 import torch
-from model_folders import DATA, folders, prompts
+from engine_runs import MODEL, make, request, run
+from model_folders import folders, prompts
 
 from nybble.kernels.attention import Span
 from nybble.kernels.linear import RECORDER
-from nybble.service.engine.load import build_engine
-from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 from nybble.service.errors import ConfigError
 from nybble.service.models import Batch
-
-MODEL = DATA / "llama-ct-g32"
-
-
-def make(model=MODEL, **config):
-    defaults = {
-        "dtype": "float32",
-        "device": "cpu",
-        "lm_head": "keep",
-        "kv_cache_bytes": 16 << 20,
-        "threads": 1,
-    }
-    return build_engine(EngineConfig(str(model), **(defaults | config)))
 
 
 @pytest.fixture(scope="module")
 def engine():
     return make()
-
-
-def request(name, prompt, max_tokens=20, **sampling):
-    fields = {"temperature": 0.0, "ignore_eos": True} | sampling
-    return Request(name, tuple(prompt), SamplingParams(max_tokens, **fields), 0.0)
-
-
-def run(engine, *requests, stagger=0):
-    """All token ids per request id; `stagger` steps pass between one add and the next."""
-    tokens = {r.request_id: [] for r in requests}
-    finished = {}
-    pending = list(requests)
-    idle = 0
-    while pending or engine.has_work:
-        if pending and idle <= 0:
-            engine.add(pending.pop(0))
-            idle = stagger
-            if pending and not stagger:
-                continue
-        idle -= 1
-        for out in engine.step():
-            tokens[out.request_id] += [t.token_id for t in out.tokens]
-            if out.finish_reason:
-                finished[out.request_id] = out
-    assert set(finished) == set(tokens)
-    stats = engine.stats()
-    assert stats.running == stats.waiting == 0 and stats.kv_usage_ratio == 0
-    return tokens
 
 
 def reference(model=MODEL):
@@ -111,6 +69,30 @@ def test_batching_and_chunking_do_not_change_a_greedy_answer(config, stagger):
     prompts = reference() * 2
     got = run(engine, *(request(str(i), p["input_ids"], 40) for i, p in enumerate(prompts)), stagger=stagger)
     assert [got[str(i)] for i in range(len(prompts))] == [p["greedy_ids"] for p in prompts]
+
+
+def test_an_int8_head_is_served_counted_and_shown():
+    engine = make(dtype="bfloat16", lm_head="int8")
+    plain = make(dtype="bfloat16")
+    model, kept = engine._runner.model, plain._runner.model
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    difference = (model.head(x) - kept.head(x)).float().abs().max() / kept.head(x).float().abs().max()
+    assert 0 < float(difference) < 0.02
+    (head,) = [k for k in engine.info.kernels if k.layer == "lm_head"]
+    assert (head.kernel, head.n, head.k, head.routes[0].path) == ("int8", 1024, 256, "int8")
+    assert head.nbytes == 1024 * 256 + 2 * 1024
+    prompt, greedy = reference()[0]["input_ids"], reference()[0]["greedy_ids"]
+    assert run(engine, request("a", prompt, 8))["a"] == greedy[:8]
+    assert engine.stats().gemm_calls["int8", "decode"] >= 7
+
+
+@pytest.mark.parametrize("model", folders(), ids=lambda p: p.name)
+def test_an_int8_head_replaces_its_16_bits_but_not_those_of_a_tied_embedding(model):
+    engine, plain = make(model, dtype="bfloat16", lm_head="int8"), make(model, dtype="bfloat16")
+    model, kept = engine._runner.model, plain._runner.model
+    assert torch.equal(model.embedding, kept.embedding)
+    replaced = 0 if model.config.tie_word_embeddings else 2 * 1024 * 256
+    assert model.nbytes - kept.nbytes == model.head.nbytes - replaced
 
 
 def test_dense_copies_change_no_answer_and_are_accounted_for():
@@ -261,7 +243,8 @@ def test_started_is_finished_plus_running_plus_waiting_at_every_step():
     assert s.generation_tokens == sum(3 + i for i in range(9))
 
 
-def test_logits_that_are_not_finite_end_their_request_alone(engine):
+def test_logits_that_are_not_finite_end_their_request_alone():
+    engine = make(prefill_tokens_busy=64)
     head = engine._runner.model.head
     true_call = type(head).__call__
 
@@ -276,11 +259,12 @@ def test_logits_that_are_not_finite_end_their_request_alone(engine):
     engine.step()
     engine.add(request("other", prompt, 5))
     head.__class__ = Broken
-    out = engine.step()  # decode of "victim" is row 0; "other" prefills: row 0 of its own pass
+    out = {o.request_id: o for o in engine.step()}  # the row of "victim", which decodes, comes first
     head.__class__ = Broken.__mro__[1]
-    assert {o.finish_reason for o in out} == {"error"}
-    assert "not finite" in out[0].error
-    assert engine.stats().nonfinite == 2
+    assert out["victim"].finish_reason == "error" and "not finite" in out["victim"].error
+    assert [t.token_id for t in out["other"].tokens] == greedy[:1]
+    assert engine.stats().nonfinite == 1 and engine.stats().finished == {"error": 1}
+    engine.abort("other")
     assert run(engine, request("next", prompt, 10))["next"] == greedy[:10]
 
 
@@ -305,6 +289,7 @@ def test_gemm_calls_are_counted_by_path_and_phase_and_some_are_timed():
         ({"dtype": "int8"}, "--dtype is 'int8'"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"lm_head": "int2"}, "--lm-head is 'int2'"),
+        ({"lm_head": "int8"}, "--lm-head int8: activations float32"),
         ({"max_model_len": 4096}, "max_model_len is 4096: accepted at most 2048"),
         ({"kv_cache_bytes": 1}, "not enough memory"),
         ({"kv_cache_bytes": 1 << 50}, "not enough memory"),
@@ -378,6 +363,23 @@ def test_a_scored_prompt_has_the_logprobs_that_generating_it_had(engine, config)
         assert flat(tail) == pytest.approx(flat(expected), abs=2e-4)
     if "block_size" in config:
         assert other.stats().preemptions > 0
+
+
+def test_a_prompt_that_is_preempted_while_it_is_scored_is_scored_once():
+    prompts = [p["input_ids"] for p in reference()]
+    first, second = list(prompts[0][:20]), (list(prompts[1]) * 4)[:50]
+    wanted = scores(make(), request("b", second, 1, prompt_logprobs=1))["b"]
+    # Blocks of 4 tokens: room for both prompts, not for what the first one generates meanwhile.
+    small = make(block_size=4, kv_cache_bytes=19 * 4 * 2 * 2 * 64 * 2 * 4, prefill_tokens_busy=3)
+    small.add(request("a", first, 40))
+    small.step()
+    small.add(request("b", second, 1, prompt_logprobs=1))
+    found = []
+    while small.has_work:
+        found += [out.prompt_logprobs for out in small.step() if out.prompt_logprobs]
+    assert small.stats().preemptions > 0
+    assert [[t.token_id for t in tokens] for tokens in found] == [second[1:]]
+    assert flat(found[0]) == pytest.approx(flat(wanted), abs=2e-4)
 
 
 def test_a_prompt_can_be_scored_without_generating(engine):

@@ -34,13 +34,15 @@ def test_greedy_takes_the_first_of_the_best():
     assert [t.token_id for t in sample(logits, [sequence(), sequence()])] == [1, 0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
 def test_rows_that_are_not_finite_give_none_and_spare_their_neighbours(bad):
     logits = torch.zeros(3, 5)
     logits[1, 3] = bad
     logits[2, 4] = 1
     tokens = sample(logits, [sequence(), sequence(temperature=1.0), sequence(logprobs=2)])
     assert tokens[0] is not None and tokens[1] is None and tokens[2].token_id == 4
+    greedy = sample(logits, [sequence(), sequence(), sequence()])
+    assert [t and t.token_id for t in greedy] == [0, None, 4]
 
 
 def test_a_row_of_minus_infinity_gives_none():
@@ -153,8 +155,46 @@ def test_logprobs_are_those_of_the_plain_logits_best_first():
     assert [v for _, v in token.top] == pytest.approx([expected[1], expected[2]])
 
 
-def test_logprobs_zero_report_the_token_alone_and_never_minus_infinity():
-    (token,) = sample(torch.tensor([[0.0, float("-inf")]]), [sequence(logprobs=0, logit_bias=((1, 0.0),))])
+def test_logprobs_zero_report_the_token_alone_and_none_is_below_the_floor():
+    (token,) = sample(torch.tensor([[0.0, -1e30]]), [sequence(logprobs=0, logit_bias=((1, 0.0),))])
     assert token.top == () and token.logprob == 0.0
-    (token,) = sample(torch.tensor([[0.0, float("-inf")]]), [sequence(logprobs=2)])
+    (token,) = sample(torch.tensor([[0.0, -1e30]]), [sequence(logprobs=2)])
     assert token.top[1] == (1, LOGPROB_FLOOR)
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_what_a_cpu_does_without_waiting():
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)) * 3
+    logits[5, 7] = float("nan")
+    logits[6] = 0
+
+    def sequences():
+        return [
+            sequence(),
+            sequence(temperature=1.0, seed=1),
+            sequence(temperature=0.7, seed=2, top_k=20, top_p=0.8, logprobs=3),
+            sequence(prompt=(4, 9), generated=(7, 7), repetition_penalty=1.5, frequency_penalty=0.2),
+            sequence(logit_bias=((123, 50.0),), logprobs=0),
+            sequence(temperature=1.0, seed=3),
+            sequence(temperature=1.0, seed=4, top_p=0.9),
+            sequence(temperature=1.0, seed=5, min_p=0.1),
+        ]
+
+    expected, got = sample(logits, sequences()), sample(logits.cuda(), sequences())
+    assert [t and t.token_id for t in got] == [t and t.token_id for t in expected]
+    assert got[2].logprob == pytest.approx(expected[2].logprob, abs=1e-4)
+    assert [i for i, _ in got[2].top] == [i for i, _ in expected[2].top]
+
+
+def test_a_number_that_was_drawn_for_a_step_that_failed_is_drawn_again():
+    s, undisturbed = sequence(temperature=1.0, seed=9), sequence(temperature=1.0, seed=9)
+    numbers = []
+    for failing in (True, False, True, True, False):
+        numbers.append(s.uniform())
+        if failing:
+            s.rewind(0)
+            s.rewind(0)
+        else:
+            s.append(1)
+    wanted = [undisturbed.random.random() for _ in range(2)]
+    assert numbers == [wanted[0]] * 2 + [wanted[1]] * 3

@@ -1,17 +1,24 @@
+import itertools
+
 from nybble.service.engine.kv_blocks import BlockPool
+from nybble.service.engine.pacing import Pacer
 from nybble.service.engine.protocol import Request, SamplingParams
 from nybble.service.engine.scheduler import Scheduler
 from nybble.service.engine.sequence import Sequence
 
 BLOCK = 4
+_numbers = itertools.count(1)
 
 
 def scheduler(blocks=64, max_running=8, prefill=16, busy=8):
-    return Scheduler(BlockPool(blocks), BLOCK, max_running, prefill, busy)
+    return Scheduler(BlockPool(blocks), BLOCK, max_running, Pacer(prefill, busy))
 
 
-def sequence(name, prompt_len, max_tokens=100):
-    return Sequence(Request(name, tuple(range(prompt_len)), SamplingParams(max_tokens), 0.0), ())
+def sequence(name, prompt_len, max_tokens=100, first=None, **fields):
+    """Prompts of different names have nothing in common unless they begin with the same number."""
+    first = 10_000 * next(_numbers) if first is None else first
+    prompt = tuple(range(first, first + prompt_len))
+    return Sequence(Request(name, prompt, SamplingParams(max_tokens), 0.0, **fields), ())
 
 
 def advance(step):
@@ -46,12 +53,21 @@ def test_a_long_prompt_is_chunked_and_does_not_stop_decoding():
 def test_without_decoders_chunks_are_large_and_shared():
     s = scheduler()
     s.add(sequence("a", 20))
-    s.add(sequence("b", 5))
     assert [(c.sequence.id, c.count) for c in s.schedule().prefill] == [("a", 16)]
     s = scheduler()
     s.add(sequence("a", 10))
     s.add(sequence("b", 9))
-    assert [(c.sequence.id, c.count) for c in s.schedule().prefill] == [("a", 10), ("b", 6)]
+    assert [(c.sequence.id, c.count) for c in s.schedule().prefill] == [("b", 9), ("a", 7)]
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_gets_its_part_all_the_same():
+    s = scheduler()
+    s.add(sequence("long", 100))
+    advance(s.schedule())
+    for i in range(4):
+        s.add(sequence(f"short{i}", 10))
+    chunks = [(c.sequence.id, c.count) for c in s.schedule().prefill]
+    assert chunks == [("short0", 10), ("short1", 2), ("long", 4)]
 
 
 def test_at_most_max_running_run_at_once():

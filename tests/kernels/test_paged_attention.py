@@ -1,5 +1,7 @@
 """The Triton paged attention against the float32 reference (in Triton's interpreter when there is no GPU)."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from paged_cases import Case, problem_of, reference, run  # noqa: E402
 
 from nybble.kernels.attention import BACKENDS, CacheShape, Span, choose  # noqa: E402
 from nybble.kernels.attention.paged import PagedAttention  # noqa: E402
+from nybble.kernels.attention.selfcheck import paged_problem  # noqa: E402
 from nybble.kernels.attention.triton_paged import (  # noqa: E402
     FEW_ROWS,
     MAX_SPLITS,
@@ -174,3 +177,42 @@ def test_the_table_chooses_and_says_why(name):
     assert choice.backend.name == wanted and wanted in BACKENDS[target.kind]
     assert (reason is None) == (not choice.declined)
     assert reason is None or reason in choice.declined["triton"]
+
+
+FAULTS = {
+    "attention": ("nybble.kernels.attention.triton_paged.launch_attention", "attention: relative error"),
+    "KV write": ("nybble.kernels.fused.kv_write.norm_rope_write", "KV write: relative error"),
+    "add and norm": ("nybble.kernels.fused.norm.add_rms_norm", "add and norm: relative error"),
+    "gate": ("nybble.kernels.fused.activation.gated", "gate: relative error"),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_the_selfcheck_passes_here(dtype):
+    assert paged_problem(DEVICE, dtype, 64) is None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_selfcheck_finds_a_wrong_kernel(name, monkeypatch):
+    path, message = FAULTS[name]
+    module, attribute = path.rsplit(".", 1)
+    right = getattr(importlib.import_module(module), attribute)
+
+    def wrong(*args, **kwargs):
+        y = right(*args, **kwargs)
+        y[-1] = y[0]  # one row of another sequence
+        return y
+
+    monkeypatch.setattr(path, wrong)
+    assert message in paged_problem(DEVICE, FP16, 64)
+
+    def refuses(*args, **kwargs):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(path, refuses)
+    assert paged_problem(DEVICE, FP16, 64) == f"{name}: RuntimeError: no kernel image is available"
+
+
+def test_what_failed_its_selfcheck_is_not_chosen():
+    choice = choose(HOPPER, BF16, 128, 16, {"triton": "wrong here"})
+    assert choice.backend.name == "sdpa" and choice.declined == {"triton": "wrong here"}

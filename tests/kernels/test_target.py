@@ -5,11 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nybble.kernels.target import measured_copy_rate, pci_address
-
-
-def test_a_copy_has_a_rate():
-    assert measured_copy_rate(torch.device("cpu"), nbytes=1 << 20) > 1e6
+from nybble.kernels.target import pci_address
 
 
 @pytest.mark.parametrize(

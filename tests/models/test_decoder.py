@@ -170,12 +170,15 @@ def test_a_rescored_head_is_exact_where_it_matters(name):
     attention.allocate(
         CacheShape(config.layers, 32, BLOCK, config.kv_heads, config.head_dim, torch.float32), CPU
     )
-    expected, actual = run(exact, prompt(30)), run(model, prompt(30))
+    few = RescoredHead.EXACT_ROWS_ON_CPU - 1
+    expected, actual = run(exact, prompt(few)), run(model, prompt(few))
     best = expected.topk(5, dim=-1).indices
     torch.testing.assert_close(actual.gather(1, best), expected.gather(1, best), rtol=1e-4, atol=1e-4)
     assert (actual.argmax(-1) == expected.argmax(-1)).all()
     off = (actual - expected).abs() > 1e-3
     assert off.sum(dim=-1).max() <= 256 - RescoredHead.RESCORED and off.any(), "the rest are int4 logits"
+    many, of_many = run(exact, prompt(30)), run(model, prompt(30))
+    torch.testing.assert_close(of_many, many, msg="many rows on a CPU are the 16-bit product")
     assert model.nbytes > exact.nbytes, "the int4 part is beside the 16-bit rows"
 
 

@@ -75,6 +75,9 @@ class Wide:
         "rope_theta": 10000.0,
     }
 
+    def expect(self, modules):
+        pass
+
     def tensor(self, name):
         return torch.ones(
             (64, 1024) if "embed" in name else 128 if "q_norm" in name or "k_norm" in name else 1024
@@ -85,6 +88,9 @@ class Wide:
 
     def bias(self, module):
         return None
+
+    def has_saved(self, layer):
+        return False
 
     def has(self, module):
         return True
@@ -107,14 +113,14 @@ def trace_of(monkeypatch, name, arch, rows, layers):
     batch = Batch(*buffers.tokens(rows), (), None, buffers.plan(rows, rows, 1))
     trace = Trace()
 
-    def csrc(x, words, scales, zeros, bias, group_size, dependent=False, gate=None):
+    def csrc(weight, x, bias, gate=None):
         trace.names.append("skinny_w4a16")
-        return x.new_empty(x.shape[0], words.shape[0] // (2 if gate else 1))
+        return x.new_empty(x.shape[0], weight.n // (2 if gate else 1))
 
     def run(self, *args, **kwargs):
         trace.names.append(self.fn.__name__)
 
-    monkeypatch.setattr(skinny, "skinny_gemm", csrc)
+    monkeypatch.setattr(skinny, "apply", csrc)
     patches = [mock.patch.object(kind, "run", run) for kind in (InterpretedFunction, JITFunction)]
     with patches[0], patches[1], torch.inference_mode(), trace:
         model.forward(batch)

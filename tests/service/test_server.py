@@ -147,9 +147,9 @@ def test_every_answer_under_way_ends_once_when_the_engine_fails(
         # The fault comes last, when the others are under way.
         with ThreadPoolExecutor(3) as pool:
             answers = []
-            for body in reversed(bodies):
+            for body, running in zip(reversed(bodies), (1, 4, 0), strict=True):
                 answers.append(pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=30))
-                until(lambda: server.metrics()["nybble_requests_running"] >= 1)
+                until(lambda running=running: server.metrics()["nybble_requests_running"] >= running)
             whole, three, faulty = (answer.result() for answer in answers)
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_down"
         assert whole.headers["retry-after"]

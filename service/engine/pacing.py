@@ -1,0 +1,221 @@
+"""How many prompt rows a step may compute: as many as its time allows. No torch and no clock here.
+
+Running streams wait for a step's prompt rows as well as for their own. So while there are streams, the rows are chosen
+by the time they are expected to take, from what earlier steps took:
+
+    seconds of a prefill pass = fixed + per_row * rows + per_pair * (rows x positions each of them sees)
+
+fitted to the passes measured so far, older ones fading. The usual time of a step without prompt rows is kept per number
+of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A step with prompt rows is meant to take at most this many times one without: under the 3 that are promised, by what
+# predictions err. Steps that come near the 3 all the same lower it, since the machine is less steady; others raise it again.
+STEP_RATIO, LEAST_STEP_RATIO = 2.2, 1.4
+_NEAR = 2.6
+_LOWER, _RAISE = 0.93, 0.002
+# Where the mere pass takes longer than that, rows that add this part of a usual step still come with it.
+LEAST_SHARE = 0.12
+# Without streams nobody waits for the next token, but a newcomer does for the chunk that is under way.
+IDLE_CHUNK_S = 0.5
+# The rows beside streams start with this many at most and grow by half, or by two, from one step to the next: the formula is
+# only known near where it was measured.
+_FIRST_ROWS, _GROWTH, _LEAST_GROWTH = 16, 0.5, 2
+# Of a measurement's weight, this is left when the next one comes.
+_FADING = 0.85
+# Measured seconds count as at most this many times the expected ones: a hiccup of the machine is no new normal. Of passes with
+# prompt rows more is believed, since more is at stake.
+_CLIP, _PROMPT_CLIP = 2.0, 3.0
+_PAIRS = 1024.0  # rows x positions are counted in these
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` rows of one prompt, behind `context` positions that are computed."""
+
+    count: int
+    context: int
+
+    @property
+    def pairs(self) -> float:
+        return self.count * (self.context + self.count / 2)
+
+
+class CostModel:
+    """Seconds of a prefill pass; see the module's docstring."""
+
+    def __init__(self) -> None:
+        self.coefficients = (0.0, 0.0, 0.0)
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0] * 3
+        self.measured = 0
+
+    def observe(self, rows: Iterable[Rows], seconds: float) -> None:
+        x = _features(rows)
+        expected = max(self._predict(x), 1e-6) if self.measured >= 3 else max(seconds, 1e-6)
+        seconds = min(seconds, _PROMPT_CLIP * expected)
+        self.measured += 1
+        # Relative errors count, not absolute ones: a short pass tells as much as a long one. Relative to what was expected,
+        # or a device that becomes slower would be believed the less the slower it is.
+        weight = 1 / expected**2
+        for i in range(3):
+            self._targets[i] = _FADING * self._targets[i] + weight * x[i] * seconds
+            for j in range(3):
+                self._products[i][j] = _FADING * self._products[i][j] + weight * x[i] * x[j]
+        self.coefficients = _least_squares(self._products, self._targets)
+
+    def seconds(self, rows: Iterable[Rows]) -> float:
+        return self._predict(_features(rows))
+
+    def _predict(self, x: tuple[float, float, float]) -> float:
+        return sum(c * v for c, v in zip(self.coefficients, x, strict=True))
+
+
+def _features(rows: Iterable[Rows]) -> tuple[float, float, float]:
+    rows = list(rows)
+    return 1.0, float(sum(r.count for r in rows)), sum(r.pairs for r in rows) / _PAIRS
+
+
+def _least_squares(products: list[list[float]], targets: list[float]) -> tuple[float, float, float]:
+    """The coefficients that fit best, none below 0 and that of rows above it, since more rows without more time is noise.
+    Where measurements do not tell two apart, the effect goes to the rows: larger chunks are approached step by step."""
+    for kept in ((0, 1, 2), (0, 1), (1, 2), (1,)):
+        matrix = [[products[i][j] + (1e-6 * products[i][i] if i == j else 0.0) for j in kept] for i in kept]
+        found = _solve(matrix, [targets[i] for i in kept])
+        if found is not None and min(found) >= 0 and found[kept.index(1)] > 0:
+            spread = dict(zip(kept, found, strict=True))
+            return spread.get(0, 0.0), spread[1], spread.get(2, 0.0)
+    return 0.0, 0.0, 0.0
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Gaussian elimination of a symmetric positive definite system; None when it is not."""
+    size = len(right)
+    rows = [[*matrix[i], right[i]] for i in range(size)]
+    for i in range(size):
+        if rows[i][i] <= 0:
+            return None
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            for k in range(i, size + 1):
+                rows[j][k] -= factor * rows[i][k]
+    result = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][k] * result[k] for k in range(i + 1, size))
+        result[i] = (rows[i][size] - known) / rows[i][i]
+    return result
+
+
+class Budget:
+    """The prompt rows of one step, for one prompt after the other.
+
+    rows: at most; seconds: what they may take, None for any time; spare: seconds that rows may add to the pass in any case.
+    """
+
+    def __init__(self, model: CostModel, rows: int, seconds: float | None = None, spare: float = 0.0) -> None:
+        self._model = model
+        self._rows = rows
+        self._seconds = seconds
+        self._spare = spare
+        self._taken: list[Rows] = []
+        self._held: list[Rows] = []
+
+    def take(self, wanted: int, context: int, align: int = 1) -> int:
+        """How many of a prompt's next `wanted` rows, behind `context` positions, fit. If not all of them do, and they are
+        twice `align` or more, they end on a multiple of it."""
+        count = self._fit(wanted, context)
+        if 2 * align <= count < wanted:
+            count = (context + count) // align * align - context
+        if count:
+            self._taken.append(Rows(count, context))
+        return count
+
+    def give_back(self) -> None:
+        """Undo the last `take` that gave any."""
+        self._taken.pop()
+
+    def hold(self, wanted: int, context: int, share: float) -> None:
+        """Keep this share of what a prompt could take for it, until `let_go`."""
+        count = int(self._fit(wanted, context) * share)
+        if count:
+            self._held.append(Rows(count, context))
+
+    def let_go(self) -> None:
+        self._held.clear()
+
+    def _fit(self, wanted: int, context: int) -> int:
+        high = min(wanted, self._rows - sum(r.count for r in (*self._taken, *self._held)))
+        if self._seconds is None or high <= 0:
+            return max(high, 0)
+        low = 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(Rows(middle, context)) else (low, middle - 1)
+        # The first prompt of a step always gets on.
+        return low or (0 if self._taken else 1)
+
+    def _fits(self, rows: Rows) -> bool:
+        assert self._seconds is not None
+        seconds = self._model.seconds([*self._taken, *self._held, rows])
+        return seconds <= self._seconds or seconds - self._model.coefficients[0] <= self._spare
+
+
+class Pacer:
+    """Measured step times in, row budgets out.
+
+    most: rows of a step. most_busy: the same while there are streams; 0 chooses by time.
+    """
+
+    def __init__(self, most: int, most_busy: int) -> None:
+        self.most = most
+        self.most_busy = most_busy
+        self.model = CostModel()
+        self.ratio = STEP_RATIO
+        self._last_busy = 0
+        # bit length of the number of streams -> steps measured, and their mean seconds, older ones fading
+        self._usual: dict[int, tuple[int, float]] = {}
+
+    def budget(self, streams: int) -> Budget:
+        """For a step that also computes one row each of `streams` sequences."""
+        if not streams:
+            return Budget(self.model, self.most, IDLE_CHUNK_S if self.model.measured else None)
+        if self.most_busy:
+            return Budget(self.model, min(self.most, self.most_busy), None)
+        usual = self.usual(streams)
+        if usual is None:
+            # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
+            usual = self.model.seconds([Rows(1, 0)])
+        last = self._last_busy
+        most = min(self.most, last + max(int(last * _GROWTH), _LEAST_GROWTH) if last else _FIRST_ROWS)
+        return Budget(self.model, most, (self.ratio - 1) * usual, LEAST_SHARE * usual)
+
+    def usual(self, streams: int) -> float | None:
+        """Seconds of a step of this many streams without prompt rows, or of the most similar number measured."""
+        if not self._usual:
+            return None
+        size = streams.bit_length()
+        return self._usual[min(self._usual, key=lambda measured: (abs(measured - size), measured))][1]
+
+    def observe(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
+        """What a step took."""
+        if prompts:
+            usual = (self.usual(streams) or 0.0) if streams else 0.0
+            if streams:
+                self._last_busy = sum(r.count for r in prompts)
+                near = usual > 0 and seconds > _NEAR * usual
+                self.ratio = (
+                    max(self.ratio * _LOWER, LEAST_STEP_RATIO)
+                    if near
+                    else min(self.ratio + _RAISE, STEP_RATIO)
+                )
+            self.model.observe(prompts, max(seconds - usual, 0.05 * seconds))
+            return
+        size = streams.bit_length()
+        count, before = self._usual.get(size, (0, seconds))
+        share = max(0.2, 1 / (count + 1))
+        self._usual[size] = count + 1, before + share * (min(seconds, _CLIP * before) - before)

@@ -1,0 +1,206 @@
+"""Prompt rows by measured time, on devices whose clock is a formula."""
+
+import random
+import statistics
+
+import pytest
+
+from nybble.service.engine.kv_blocks import BlockPool
+from nybble.service.engine.pacing import Budget, CostModel, Pacer, Rows
+from nybble.service.engine.protocol import Request, SamplingParams
+from nybble.service.engine.scheduler import Scheduler
+from nybble.service.engine.sequence import Sequence
+
+BLOCK = 16
+
+
+class Device:
+    """Seconds of a step as a formula. decode: of a step of one stream, and what each more adds; then a prefill pass:
+    fixed, per row (of `tile` rows at a time), per row and position seen."""
+
+    def __init__(self, decode, more, fixed, per_row, per_pair, tile=1):
+        self.decode, self.more = decode, more
+        self.fixed, self.per_row, self.per_pair, self.tile = fixed, per_row, per_pair, tile
+
+    def seconds(self, streams, contexts, chunks):
+        seconds = 0.0
+        if streams:
+            seconds += self.decode + self.more * (streams - 1) + self.per_pair * sum(contexts)
+        if chunks:
+            rows = -(-sum(c.count for c in chunks) // self.tile) * self.tile
+            seconds += self.fixed + self.per_row * rows + self.per_pair * sum(c.pairs for c in chunks)
+        return seconds
+
+
+DEVICES = {
+    # Prompt rows and streams in one pass: what the rows add. An 8B model on a data-centre GPU, the same in tiles, the same
+    # on an APU, a tiny model on two CPU cores.
+    "gpu": Device(1.2e-3, 1e-5, 0.1e-3, 2.2e-5, 1.2e-9),
+    "gpu-tiles": Device(1.2e-3, 1e-5, 0.1e-3, 1.5e-5, 1.2e-9, tile=32),
+    "apu": Device(20e-3, 1e-4, 1e-3, 8e-4, 5e-8),
+    "cpu-tiny-model": Device(9e-3, 2e-3, 1e-3, 1.6e-3, 4e-7),
+    # In a pass of their own, which takes as long as a step of the streams, or a third longer.
+    "gpu-two-passes": Device(1.2e-3, 1e-5, 1.3e-3, 2.2e-5, 1.2e-9),
+    "gpu-slow-pass": Device(1.2e-3, 1e-5, 1.6e-3, 2.2e-5, 1.2e-9),
+}
+
+
+class Clock:
+    def __init__(self, device, noise=0.0, **fields):
+        defaults = {"prefill": 512, "busy": 0, "blocks": 20_000}
+        fields = defaults | fields
+        self.device = device
+        self.now = 0.0
+        self.random = random.Random(0)
+        self.noise = noise
+        self.pacer = Pacer(fields["prefill"], fields["busy"])
+        self.scheduler = Scheduler(BlockPool(fields["blocks"]), BLOCK, 32, self.pacer, clock=lambda: self.now)
+        self.token_times = {}
+        self.chunks = []  # (prompts' rows by id) of every step
+        self.first = 0
+
+    def add(self, name, length, max_tokens=100_000):
+        self.first += 100_000
+        prompt = tuple(range(self.first, self.first + length))
+        sequence = Sequence(Request(name, prompt, SamplingParams(max_tokens), 0.0), ())
+        self.scheduler.add(sequence)
+        self.token_times[name] = []
+        return sequence
+
+    def step(self):
+        step = self.scheduler.schedule()
+        rows = [Rows(c.count, c.sequence.computed) for c in step.prefill]
+        streams = len(step.decode)
+        seconds = self.device.seconds(streams, [s.computed for s in step.decode], rows)
+        seconds *= 1 + self.noise * self.random.uniform(-1, 1)
+        self.now += seconds
+        self.pacer.observe(seconds, streams, rows)
+        self.chunks.append({c.sequence.id: c.count for c in step.prefill})
+        got = list(step.decode) + [c.sequence for c in step.prefill if c.completes]
+        for s in step.decode:
+            s.computed += 1
+        for chunk in step.prefill:
+            chunk.sequence.computed += chunk.count
+        for s in got:
+            s.append(1)
+            self.token_times[s.id].append(self.now)
+            self.scheduler.commit(s)
+
+    def gaps(self, name, since=0.0):
+        times = [t for t in self.token_times[name] if t >= since]
+        return [b - a for a, b in zip(times, times[1:], strict=False)]
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_streams_go_on_while_16k_are_prefilled_and_a_short_prompt_overtakes(device, streams):
+    clock = Clock(DEVICES[device], noise=0.05)
+    for i in range(streams):
+        clock.add(f"stream{i}", 100 + i)
+    while min(len(t) for t in clock.token_times.values()) < 30:
+        clock.step()
+    usual = statistics.median(clock.gaps("stream0")[-20:])
+
+    started = clock.now
+    long = clock.add("long", 16_384, max_tokens=1)
+    for _ in range(20):
+        clock.step()
+    short = clock.add("short", 5, max_tokens=1)
+    before = len(clock.chunks)
+    while short.output_len == 0:
+        clock.step()
+    assert len(clock.chunks) - before <= 2, "the short prompt's first token came after more than two chunks"
+    clock.scheduler.remove(short)
+    while long.output_len == 0:
+        clock.step()
+    worst = max(max(clock.gaps(f"stream{i}", started)) for i in range(streams))
+    assert worst < 3 * usual
+    # And not by doing next to nothing: the steps are used.
+    assert (clock.now - started) / len(clock.gaps("stream0", started)) > 1.5 * usual
+
+
+def test_a_device_that_becomes_slower_gets_smaller_chunks_within_a_few_steps():
+    clock = Clock(DEVICES["cpu-tiny-model"])
+    clock.add("stream", 100)
+    for _ in range(20):
+        clock.step()
+    clock.add("long", 16_384)
+    for _ in range(20):
+        clock.step()
+    before = clock.chunks[-1]["long"]
+    d = clock.device
+    clock.device = Device(d.decode, d.more, d.fixed, 4 * d.per_row, d.per_pair)
+    for _ in range(20):
+        clock.step()
+    assert clock.chunks[-1]["long"] < before / 2
+
+
+def test_without_streams_a_chunk_takes_at_most_half_a_second():
+    clock = Clock(DEVICES["cpu-tiny-model"])
+    clock.add("long", 4096)
+    before = 0.0
+    for i in range(8):
+        clock.step()
+        if i >= 2:
+            assert clock.now - before < 0.6
+        before = clock.now
+    assert all(rows % BLOCK == 0 for chunk in clock.chunks for rows in chunk.values())
+
+
+def test_the_model_finds_the_formula():
+    device = DEVICES["apu"]
+    model, rng = CostModel(), random.Random(1)
+    for _ in range(40):
+        rows = [Rows(rng.randint(1, 300), rng.randint(0, 8000))]
+        model.observe(rows, device.seconds(0, [], rows))
+    for rows in ([Rows(64, 0)], [Rows(200, 4000)], [Rows(10, 100), Rows(90, 2000)]):
+        assert model.seconds(rows) == pytest.approx(device.seconds(0, [], rows), rel=0.02)
+
+
+def test_one_hiccup_does_not_change_what_is_expected():
+    model = CostModel()
+    for i in range(30):
+        model.observe([Rows(32 + i, 100)], 1e-3 * (32 + i))
+    before = model.seconds([Rows(50, 100)])
+    model.observe([Rows(40, 100)], 5.0)
+    assert model.seconds([Rows(50, 100)]) < 1.5 * before
+    pacer = Pacer(512, 0)
+    for _ in range(10):
+        pacer.observe(0.01, 1, [])
+    pacer.observe(2.0, 1, [])
+    assert pacer.usual(1) < 0.013
+
+
+def test_the_usual_step_is_that_of_as_many_streams():
+    pacer = Pacer(512, 0)
+    assert pacer.usual(4) is None
+    pacer.observe(0.010, 1, [])
+    pacer.observe(0.030, 16, [])
+    assert (pacer.usual(1), pacer.usual(17), pacer.usual(300)) == (0.010, 0.030, 0.030)
+    assert pacer.usual(2) == 0.010
+
+
+@pytest.mark.parametrize(
+    ("most", "busy", "streams", "rows"), [(512, 0, 0, 512), (512, 64, 3, 64), (32, 64, 3, 32)]
+)
+def test_fixed_numbers_of_rows(most, busy, streams, rows):
+    assert Pacer(most, busy).budget(streams).take(1000, 0) == rows
+
+
+def test_parts_of_a_prompt_end_on_blocks_where_they_reach_one():
+    budget = Budget(CostModel(), 50)
+    assert budget.take(100, 7, 16) == 41  # 7 + 41 = 48
+    assert budget.take(100, 7, 16) == 9, "fewer than a block"
+    assert budget.take(100, 0, 16) == 0
+    assert Budget(CostModel(), 50).take(20, 7, 16) == 20, "the end of a prompt is its end"
+    assert Budget(CostModel(), 5).take(20, 0, 16) == 5, "no block's end is in reach"
+
+
+def test_what_is_held_is_left_for_its_prompt():
+    budget = Budget(CostModel(), 40)
+    budget.hold(100, 0, 0.25)
+    assert budget.take(100, 0) == 30
+    budget.let_go()
+    assert budget.take(100, 0) == 10
+    budget.give_back()
+    assert budget.take(4, 0) == 4

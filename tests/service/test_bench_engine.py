@@ -1,0 +1,94 @@
+"""nybble bench decode, prefill and serve, on a tiny model: that they run, and that their figures add up."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nybble.service.bench_engine import EngineBench, decode, engine_of, prefill, step_bytes
+from nybble.service.bench_serve import _row, _Stream
+from nybble.service.cli import UsageError, app
+
+TINY = ["--shape", "tiny", "--device", "cpu", "--threads", "1", "--tokens", "6"]
+
+
+def tiny(**fields):
+    return EngineBench(
+        **({"shape": "tiny", "device": "cpu", "threads": 1, "tokens": 6, "contexts": (64,)} | fields)
+    )
+
+
+@pytest.mark.parametrize("head", ["keep", "int8", "int4"])
+def test_a_step_is_split_into_parts_that_make_it_up(head):
+    with engine_of(tiny(batches=(1, 3), lm_head=head)) as engine:
+        row = decode(engine, 3, 64, 6, rate=1e10)
+        again = decode(engine, 1, 64, 6, rate=1e10)
+        assert not engine.has_work
+    assert row.batch == 3 and row.tokens_per_s == pytest.approx(3 / row.tpot_ms * 1e3)
+    assert set(row.parts_ms) == {"gemm cpu", "attention", "head", "rest", "launch"}
+    assert all(ms >= 0 for ms in row.parts_ms.values()) and row.parts_ms["gemm cpu"] > 0
+    assert 0 < row.host_ms < row.tpot_ms
+    assert again.limit_ms < row.limit_ms
+
+
+def test_the_bytes_of_a_step_are_those_it_reads():
+    # Blocks: 2 layers of K 128/256, N as below, 4 bits and a scale of 2 bytes (float32 here) per 128.
+    sizes = {}
+    for head in ("keep", "int8", "int4"):
+        with engine_of(tiny(lm_head=head)) as engine:
+            sizes[head] = step_bytes(engine, 1, 100)
+            assert step_bytes(engine, 2, 100) - sizes[head] in (
+                100 * 2 * 2 * 2 * 32 * 2,
+                100 * 512 + 32 * 128 * 2,
+            )
+            model = engine.runner.model
+            blocks = model.nbytes - model.embedding.nbytes - (0 if head == "keep" else model.head.nbytes)
+            if head == "keep":
+                assert sizes[head] == blocks + 512 * 128 * 2 + 100 * 512
+    assert sizes["keep"] - sizes["int8"] == 512 * 128 * 2 - (512 * 128 + 512 * 2)
+    assert sizes["int4"] < sizes["int8"] + 32 * 128 * 2
+
+
+def test_a_prompt_is_timed_beside_the_librarys_gemms():
+    with engine_of(tiny(contexts=(100,))) as engine:
+        row = prefill(engine, 100)
+    assert row.tokens_per_s == pytest.approx(100 / row.ttft_ms * 1e3)
+    assert 0 < row.library_ms
+
+
+def test_what_the_cache_cannot_hold_is_said(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "decode", *TINY, "--batches", "1", "--contexts", "10,0"])
+    assert isinstance(result.exception, UsageError) and "--contexts='10,0'" in result.exception.message
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_the_commands_print_a_table_and_write_json(command, tmp_path):
+    output = tmp_path / "out.json"
+    arguments = ["bench", command, *TINY, "--batches", "1,2", "--contexts", "32", "--output", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "random weights in the shape of tiny" in result.output
+    found = json.loads(output.read_text())
+    assert len(found["rows"]) == (2 if command == "decode" else 1)
+    assert found["bench"]["shape"] == "tiny"
+
+
+def test_streams_over_http_beside_the_engine(tmp_path):
+    output = tmp_path / "out.json"
+    arguments = ["bench", "serve", *TINY, "--batches", "1,3", "--contexts", "16", "--output", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(output.read_text())["rows"]
+    assert [r["streams"] for r in rows] == [1, 3]
+    assert all(r["tokens_per_s"] > 0 and r["engine_tokens_per_s"] > 0 and r["ttft_p50_ms"] > 0 for r in rows)
+
+
+def test_a_rate_counts_while_all_streams_run():
+    # Two streams of 5 tokens a second; the second begins and ends a second later.
+    found = [
+        _Stream(0.0, tuple(1 + 0.2 * i for i in range(11)), 11),
+        _Stream(0.0, tuple(2 + 0.2 * i for i in range(11)), 11),
+    ]
+    row = _row(2, found, 12.5)
+    assert row.tokens_per_s == pytest.approx(10) and row.lost == pytest.approx(0.2)
+    assert row.ttft_p50_ms == 1000 and row.gap_p50_ms == pytest.approx(200)

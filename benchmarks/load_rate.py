@@ -10,8 +10,7 @@ Makes FOLDER (removed at the end unless --keep): a compressed-tensors W4A16 Llam
     load      the same, repacked into kernels' layouts: what `nybble serve` does before it is ready
     prepacked like load, from the folder's saved prepacked form (`nybble quantize --prepack`)
 
-The cache is dropped with posix_fadvise(DONTNEED) on written-back files; mincore-like proof is the disk's own rate, which
-is printed. Peak memory is VmHWM of the process less what it was before the load.
+The cache is dropped with posix_fadvise(DONTNEED) on written-back files; that it was shows in the disk's own rate. Peak memory is VmHWM of the process less what it was before the load.
 """
 
 from __future__ import annotations
@@ -120,6 +119,7 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
     from nybble.kernels.target import default_device, detect, shares_host_memory, usable_cores
     from nybble.service.checkpoints import open_checkpoint
     from nybble.service.checkpoints.prepacked import prepack, prepacked_layout
+    from nybble.service.malloc import large_blocks_go_back
     from nybble.service.models import load, read_config
 
     if mode == "prepacked" and not any(folder.glob("prepacked/*")):
@@ -132,9 +132,8 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
         torch.zeros(1, device=device)
     before = peak_bytes()
     started = perf_counter()
-    with open_checkpoint(
-        folder, drop_cache=shares_host_memory(device), pin=device.type == "cuda"
-    ) as checkpoint:
+    shared, pin = shares_host_memory(device), device.type == "cuda"
+    with large_blocks_go_back(), open_checkpoint(folder, None, shared, pin) as checkpoint:
         weights = checkpoint.total_bytes
         if mode == "read":
             names = [name for name in checkpoint.names() if "norm" not in name]

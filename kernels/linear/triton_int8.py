@@ -16,6 +16,7 @@ _TILES = (
     (64, 64, 64, 128, 4, 3),
     (None, 128, 128, 64, 8, 3),
 )
+_LEAST_STEP = 32  # of k, masked where K is no multiple of it
 
 
 @triton.jit
@@ -84,6 +85,8 @@ def int8_gemm(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.T
     if m == 0 or n == 0:
         return y
     _, bm, bn, bk, warps, stages = next(t for t in _TILES if t[0] is None or m <= t[0])
+    # Steps that divide K need no mask: masked loads of long rows take RDNA more registers than it has.
+    bk = min(bk, max(k & -k, _LEAST_STEP))
     w8a16_gemm[(triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
         x,
         q,

@@ -18,8 +18,9 @@ import torch
 from rdna_device import Launch, counts, pretend, resources, run_csrc
 
 from nybble.kernels.fused.activation import gated_reference
-from nybble.kernels.linear import operands, triton_kn, triton_skinny
+from nybble.kernels.linear import operands, triton_int8, triton_kn, triton_skinny
 from nybble.kernels.linear import skinny as csrc_skinny
+from nybble.kernels.linear.int8 import int8_reference, quantize_rows
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.skinny_layout import pack
@@ -82,6 +83,17 @@ def kn(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     return y, linear_reference(x, weight, bias), launches
 
 
+def int8(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """(result, reference, launches) of the int8 GEMM through its launcher."""
+    m, n, k, dtype = case["m"], case["n"], case["k"], DTYPES[case["dtype"]]
+    gen = torch.Generator().manual_seed(m * 7 + n * 3 + k)
+    weight = quantize_rows(torch.randn(n, k, generator=gen), dtype)
+    x = torch.randn(m, k, generator=gen).to(dtype)
+    with pretend(case["arch"], run=case.get("run", False), **case.get("schedule", {})) as launches:
+        y = triton_int8.int8_gemm(x, weight.q, weight.scales)
+    return y, int8_reference(x, weight), launches
+
+
 def skinny_gated(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
     """The gate inside the skinny-layout GEMM, of a weight whose rows alternate gate and up."""
     x, weight, bias = problem(case)
@@ -135,6 +147,7 @@ RUNNERS = {
     "kn": kn,
     "csrc": csrc,
     "skinny_gated": skinny_gated,
+    "int8": int8,
     **rdna_layer.RUNNERS,
 }
 

@@ -31,6 +31,11 @@ class Target:
     wave: int = 32
 
     @property
+    def sm(self) -> int:
+        """CUDA's compute capability, 90 for sm_90; 0 on anything else."""
+        return int(self.arch.removeprefix("sm_")) if self.kind == "cuda" else 0
+
+    @property
     def is_rdna(self) -> bool:
         return self.kind == "rocm" and self.arch.startswith(("gfx11", "gfx12"))
 

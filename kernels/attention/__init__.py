@@ -140,6 +140,6 @@ def _why_not_triton(target: Target, dtype: torch.dtype, head_dim: int, block_siz
         return f"head dimension {head_dim}: accepted even ones up to {MAX_HEAD_DIM}"
     if block_size & (block_size - 1):
         return f"KV block size {block_size}: accepted powers of two"
-    if target.kind == "cuda" and int(target.arch.removeprefix("sm_")) < _CUDA_FROM:
+    if target.kind == "cuda" and target.sm < _CUDA_FROM:
         return f"{target.arch}: accepted sm_{_CUDA_FROM} or newer"
     return None

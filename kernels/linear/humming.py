@@ -59,7 +59,7 @@ class Humming(LinearKernel):
             return False, f"device {target.kind}: runs on CUDA"
         if config.dtype not in _MIN_SM:
             return False, f"activations {config.dtype}: accepted float16 and bfloat16"
-        if int(target.arch.removeprefix("sm_")) < _MIN_SM[config.dtype]:
+        if target.sm < _MIN_SM[config.dtype]:
             return False, f"{target.arch}: {config.dtype} needs sm_{_MIN_SM[config.dtype]}"
         if config.group_size not in _GROUPS:
             return False, f"group_size {config.group_size}: accepted {_GROUPS}"

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
+from nybble.kernels.launch import HALF_TYPES
 from nybble.kernels.linear.config import LinearConfig, LinearKernel
 from nybble.kernels.packing import PER_WORD, W4A16Weight
 from nybble.kernels.parts import Parts
@@ -19,7 +20,6 @@ from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE, SkinnyWeight
 from nybble.kernels.target import Target, detect
 from nybble.kernels.tiles import tile_for
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
 # bf16 tensor cores and the Triton that is supported start here.
 _CUDA_FROM = 80
 
@@ -47,7 +47,7 @@ class Hybrid(LinearKernel):
     paths = ("skinny", "triton")
 
     def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
-        if not (target.is_rdna or _is_recent_cuda(target)):
+        if not target.is_rdna and target.sm < _CUDA_FROM:
             return (
                 False,
                 f"{target.kind} {target.arch}: runs on gfx11*, gfx12* and CUDA sm_{_CUDA_FROM} or newer",
@@ -149,7 +149,7 @@ class TritonKN(LinearKernel):
     paths = ("triton",)
 
     def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
-        if target.kind != "rocm" and not _is_recent_cuda(target):
+        if target.kind != "rocm" and target.sm < _CUDA_FROM:
             return False, f"{target.kind} {target.arch}: runs on ROCm and CUDA sm_{_CUDA_FROM} or newer"
         reason = declined(config, (32, 64, 128, 256, config.k))
         if reason is not None:
@@ -185,7 +185,3 @@ def _tile(config: LinearConfig, target: Target, m: int, kernel: str) -> str:
     tile = tile_for(target.arch, m, c.n, c.k, c.group_size, c.dtype, c.symmetric, kernel)
     split = f", K in {tile.split_k} parts" if tile.split_k > 1 else ""
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.num_warps} warps{split}"
-
-
-def _is_recent_cuda(target: Target) -> bool:
-    return target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= _CUDA_FROM

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nybble.kernels.linear import operands
+from nybble.kernels.launch import HALF_TYPES, given
 from nybble.kernels.linear.recorder import RECORDER
 
-DTYPES = operands.DTYPES
 # torch's CPU kernel reads past the end of a row that is no multiple of this (torch 2.13: wrong numbers, then a crash).
 CPU_K_MULTIPLE = 32
 _LEVELS = 127
@@ -40,7 +39,7 @@ def quantize_rows(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:
     Raises ValueError for another shape or type, and for values that are not finite.
     """
     if weight.ndim != 2 or not weight.is_floating_point():
-        raise ValueError(f"weight: given {operands.given(weight)}, accepted a floating [N, K]")
+        raise ValueError(f"weight: given {given(weight)}, accepted a floating [N, K]")
     n, k = weight.shape
     q = torch.empty(n, k, dtype=torch.int8, device=weight.device)
     scales = torch.empty(n, dtype=dtype, device=weight.device)
@@ -65,7 +64,7 @@ def int8_reference(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
 
 def can_run(device: torch.device, dtype: torch.dtype, k: int) -> tuple[bool, str]:
     """Whether `Int8Linear` runs there, and why not."""
-    if dtype not in DTYPES:
+    if dtype not in HALF_TYPES:
         return False, f"activations {str(dtype).removeprefix('torch.')}: runs in float16 and bfloat16"
     if device.type == "cpu":
         if dtype is not torch.bfloat16:

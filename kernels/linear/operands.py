@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nybble.kernels.launch import HALF_TYPES, dtype_name, given
 from nybble.kernels.packing import PER_WORD
 from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def check(
@@ -26,7 +25,7 @@ def check(
     zeros   int32 [N/8, K/G] packed along N, unit column stride, or None for z = 8
     bias    [N] of x's type, or None
     """
-    if x.ndim != 2 or x.dtype not in DTYPES:
+    if x.ndim != 2 or x.dtype not in HALF_TYPES:
         raise ValueError(f"x: given {given(x)}, accepted float16 or bfloat16 [M, K]")
     k = x.shape[1]
     if group_size not in GROUP_SIZES:
@@ -40,7 +39,7 @@ def check(
             f"words: given {given(words)}, accepted int32 [N, {k // PER_WORD}] (K/8 words a row, K={k})"
         )
     n, groups = words.shape[0], k // group_size
-    if scales.dtype not in (*DTYPES, torch.float32) or tuple(scales.shape) != (n, groups):
+    if scales.dtype not in (*HALF_TYPES, torch.float32) or tuple(scales.shape) != (n, groups):
         raise ValueError(
             f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{n}, {groups}]"
         )
@@ -55,7 +54,7 @@ def check(
                 "(zero points expanded to the activation type are not read)"
             )
     if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
-        raise ValueError(f"bias: given {given(bias)}, accepted contiguous {_name(x.dtype)} [{n}]")
+        raise ValueError(f"bias: given {given(bias)}, accepted contiguous {dtype_name(x.dtype)} [{n}]")
     check_placement(x, {"words": words, "scales": scales, "zeros": zeros, "bias": bias})
 
 
@@ -79,11 +78,3 @@ def check_placement(x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> 
                     f"{name}: given a view of {end} elements over {t.untyped_storage().nbytes()} bytes, "
                     f"accepted a storage of at least {end * t.element_size()} bytes"
                 )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def given(t: torch.Tensor) -> str:
-    return f"{_name(t.dtype)} {list(t.shape)}"

@@ -16,10 +16,11 @@ from itertools import product
 import torch
 
 from nybble.kernels import native
+from nybble.kernels.launch import given, power_of_two, target_of
 from nybble.kernels.linear import operands
 from nybble.kernels.native import Launch, Program
 from nybble.kernels.skinny_layout import SkinnyWeight
-from nybble.kernels.target import Target, detect
+from nybble.kernels.target import Target
 
 MAX_M = 16
 SOURCE, ENTRY = "skinny_w4a16.cpp", "nybble_skinny_w4a16"
@@ -132,7 +133,7 @@ def _cuda_plan(
 ) -> Plan:
     """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), G 128, bf16."""
     units, few = target.compute_units, m <= 8
-    bucket = 1 << (m - 1).bit_length()
+    bucket = power_of_two(m)
     if n >= 64 * units:
         # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
         # about as much as five rows.
@@ -322,7 +323,7 @@ def _prepare(
             gate,
         )
         return lambda x: inner(x.clone(memory_format=torch.contiguous_format))
-    target = _target(x.device)
+    target = target_of(x.device)
     plan = plan_for(target, m, n, k, group_size, scales.element_size(), zeros is not None)
     return bind(plan, x, words, scales, zeros, bias, group_size, dependent, gate)
 
@@ -343,7 +344,7 @@ def bind(
     n = words.shape[0]
     device = x.device
     kernel = native.load(plan.program(x.dtype, scales.dtype, group_size, zeros is not None, gate), device)
-    dependent = dependent and _can_depend(kernel.target)
+    dependent = dependent and kernel.target.sm >= native.DEPENDENT_FROM_SM
     launch = _launch(
         kernel,
         (plan.blocks(n), plan.splits, 1),
@@ -392,7 +393,7 @@ def check(
             f"gate: given {gate!r} for N={words.shape[0]}, accepted {', '.join(_GATE)} and an even N"
         )
     if x.shape[0] > MAX_M:
-        raise ValueError(f"x: given {operands.given(x)}, accepted at most {MAX_M} rows")
+        raise ValueError(f"x: given {given(x)}, accepted at most {MAX_M} rows")
     stride = words.stride(0) * words.element_size()
     if words.data_ptr() % _ALIGNMENT_BYTES or (words.shape[0] > 1 and stride % _ALIGNMENT_BYTES):
         raise ValueError(
@@ -402,7 +403,7 @@ def check(
     for name, t in {"words": words, "scales": scales, "zeros": zeros}.items():
         if t is not None and (t.stride(0) * t.element_size() > _ROW_BYTES or max(t.shape) >= 2**31):
             raise ValueError(
-                f"{name}: given {operands.given(t)} with strides {list(t.stride())}, accepted rows at most {_ROW_BYTES} bytes "
+                f"{name}: given {given(t)} with strides {list(t.stride())}, accepted rows at most {_ROW_BYTES} bytes "
                 "apart"
             )
 
@@ -411,11 +412,7 @@ def _columns(n: int, gate: str | None) -> int:
     return n if gate is None else n // 2
 
 
-def _can_depend(target: Target) -> bool:
-    return target.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
-
-
-_COMPILING: dict[tuple[object, ...], native.Compilation] = {}
+_COMPILING: set[tuple[object, ...]] = set()
 
 
 def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate: str | None = None) -> None:
@@ -433,12 +430,8 @@ def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate
         [(weight.n, weight.k)],
         [gate],
     )
-    _COMPILING[key] = native.compile_all(programs, target)
-
-
-@cache
-def _target(device: torch.device) -> Target:
-    return detect(device)
+    _COMPILING.add(key)
+    native.compile_all(programs, target)
 
 
 @cache

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nybble.kernels.linear import operands, triton_skinny
+from nybble.kernels import launch
+from nybble.kernels.launch import HALF_TYPES, given
+from nybble.kernels.linear import operands
 
 # (most rows, BM, BN, BK, warps, stages), the first that fits. Few rows are bound by reading q: rows of BK bytes each, many
 # programs, and the rows of x padded to the 16 that a matrix instruction takes. Not tuned per chip.
@@ -97,7 +99,7 @@ def int8_gemm(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.T
         k,
         x.stride(0),
         EVEN_K=k % bk == 0,
-        INTERPRETED=triton_skinny.backend_of(x.device) == "interpreter",
+        INTERPRETED=launch.backend_of(x.device) == "interpreter",
         BM=bm,
         BN=bn,
         BK=bk,
@@ -114,8 +116,7 @@ def _(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def check_arguments(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> None:
     """Raise ValueError unless the arguments are what `int8_gemm` documents."""
-    given = operands.given
-    if x.ndim != 2 or x.dtype not in operands.DTYPES or x.shape[1] == 0:
+    if x.ndim != 2 or x.dtype not in HALF_TYPES or x.shape[1] == 0:
         raise ValueError(f"x: given {given(x)}, accepted float16 or bfloat16 [M, K]")
     k = x.shape[1]
     if q.ndim != 2 or q.dtype != torch.int8 or q.shape[1] != k or not q.is_contiguous():

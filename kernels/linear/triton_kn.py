@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import launch as launching
+from nybble.kernels.launch import HALF_TYPES, given
 from nybble.kernels.linear import operands, triton_skinny
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows, unpack_rows
 from nybble.kernels.tiles import Tile, tile_for
 
 GROUP_SIZES = (32, 64, 128, 256)
-DTYPES = operands.DTYPES
 _CHUNK_COLUMNS = 256
 
 
@@ -237,11 +238,11 @@ def launch(
         return y
     whole = group_size == k
     if tile is None:
-        arch = triton_skinny.arch_of(x.device)
+        arch = launching.target_of(x.device).arch
         tile = tile_for(arch, m, n, k, 256 if whole else group_size, x.dtype, zeros is None, "kn")
     if not whole:
         triton_skinny.check_step(tile, group_size)
-    backend = triton_skinny.backend_of(x.device)
+    backend = launching.backend_of(x.device)
     w4a16_kn[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
         x,
         words,
@@ -280,15 +281,14 @@ def check_arguments(
     group_size: int,
 ) -> None:
     """Raise ValueError unless the arguments are what `kn_gemm` documents (group_size -1 already replaced by K)."""
-    given = operands.given
-    if x.ndim != 2 or x.dtype not in DTYPES:
+    if x.ndim != 2 or x.dtype not in HALF_TYPES:
         raise ValueError(f"x: given {given(x)}, accepted float16 or bfloat16 [M, K]")
     k = x.shape[1]
     check_group_size(group_size, k)
     if words.ndim != 2 or words.dtype != torch.int32 or words.shape[0] != k:
         raise ValueError(f"words: given {given(words)}, accepted int32 [{k}, N/8] (K={k})")
     n, groups = words.shape[1] * PER_WORD, k // group_size
-    if scales.dtype not in (*DTYPES, torch.float32) or tuple(scales.shape) != (groups, n):
+    if scales.dtype not in (*HALF_TYPES, torch.float32) or tuple(scales.shape) != (groups, n):
         raise ValueError(
             f"scales: given {given(scales)}, accepted float16, bfloat16 or float32 [{groups}, {n}]"
         )

@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import launch as launching
 from nybble.kernels.fused.activation import activate, check_activation
 from nybble.kernels.linear import operands
-from nybble.kernels.target import detect
 from nybble.kernels.tiles import Tile, tile_for
 
 RDNA = ("gfx11", "gfx120")
@@ -415,7 +415,7 @@ def launch_parts(
     out = _empty_parts(x, words.shape[0] // (2 if gated else 1), tile)
     if out.numel() == 0:
         return out
-    arch = arch_of(x.device)
+    arch = launching.target_of(x.device).arch
     gluon = _gluon_kernel() if arch.startswith(RDNA) else None
     x = _off_the_cliff(x, arch)
     y = out[0] if tile.split_k == 1 else out
@@ -430,7 +430,7 @@ def launch_parts(
 
 def _tile(x: torch.Tensor, words: torch.Tensor, zeros: torch.Tensor | None, group_size: int) -> Tile:
     """The chip's tile for these arguments."""
-    arch = arch_of(x.device)
+    arch = launching.target_of(x.device).arch
     (m, k), n = x.shape, words.shape[0]
     return tile_for(arch, max(m, 1), max(n, 1), k, group_size, x.dtype, zeros is None, table_name(arch))
 
@@ -481,7 +481,7 @@ def _launch_tiles(
         BM=tile.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
-        BACKEND=backend_of(x.device),
+        BACKEND=launching.backend_of(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -523,11 +523,6 @@ def reduce_splits(partial: torch.Tensor, bias: torch.Tensor | None, y: torch.Ten
     )
 
 
-@functools.cache
-def arch_of(device: torch.device) -> str:
-    return detect(device).arch
-
-
 def table_name(arch: str) -> str:
     """Which tile table serves `skinny_gemm` on this chip."""
     return "skinny_rdna" if arch.startswith(RDNA) and _gluon_kernel() else "skinny"
@@ -542,9 +537,3 @@ def _gluon_kernel() -> ModuleType | None:
         _log.warning("no Gluon in this Triton (%s): the plain Triton kernel serves RDNA", error)
         return None
     return triton_skinny_rdna
-
-
-def backend_of(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "interpreter"  # no inline assembly there
-    return "hip" if torch.version.hip else "cuda"

@@ -18,7 +18,7 @@ import torch
 from nybble.kernels.native.build import Builder, Compilation
 from nybble.kernels.native.cache import CodeCache
 from nybble.kernels.native.compilers import CompileError
-from nybble.kernels.native.driver import DriverError, Kernel, Launch, Loader
+from nybble.kernels.native.driver import DEPENDENT_FROM_SM, DriverError, Kernel, Launch, Loader
 from nybble.kernels.native.libraries import LibraryNotFound
 from nybble.kernels.native.offline import compile_offline, warm
 from nybble.kernels.native.program import Program, Sources
@@ -26,6 +26,7 @@ from nybble.kernels.native.recorder import JIT_RECORDER, JitCounts, count_triton
 from nybble.kernels.target import Target
 
 __all__ = [
+    "DEPENDENT_FROM_SM",
     "JIT_RECORDER",
     "Compilation",
     "CompileError",

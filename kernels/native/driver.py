@@ -26,6 +26,7 @@ from nybble.kernels.native.program import Program
 from nybble.kernels.target import Target, detect
 
 MAX_THREADS = 1024
+DEPENDENT_FROM_SM = 90  # programmatic dependent launch
 # struct's native formats: aligned as a C compiler, and so a kernel's parameters, would.
 LAYOUT_CODES = frozenset("PQqIiHhBbfd")
 _NO_OPT_IN_BYTES = 48 * 1024
@@ -356,11 +357,7 @@ class Kernel:
             raise ValueError(
                 f"{self.program}: given layout {layout!r}, accepted the codes {''.join(sorted(LAYOUT_CODES))}"
             )
-        if dependent and (
-            self.target.kind != "cuda"
-            or int(self.target.arch.removeprefix("sm_")) < 90
-            or self.driver.launch_ex is None
-        ):
+        if dependent and (self.target.sm < DEPENDENT_FROM_SM or self.driver.launch_ex is None):
             raise ValueError(
                 f"{self.program}: given a dependent launch on {self.target.arch}, accepted on CUDA's sm_90 and newer"
             )

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from nybble.kernels import launch, linear  # noqa: E402
 from nybble.kernels.attention import CacheShape  # noqa: E402
 from nybble.kernels.attention.paged import PagedAttention, StepBuffers  # noqa: E402
-from nybble.kernels.linear import skinny, triton_skinny  # noqa: E402
+from nybble.kernels.linear import skinny  # noqa: E402
 from nybble.kernels.target import Target  # noqa: E402
 from nybble.service.models import Batch, load, read_config  # noqa: E402
 
@@ -104,7 +104,6 @@ def trace_of(monkeypatch, name, arch, rows, layers):
     )
     attention = PagedAttention()
     monkeypatch.setattr(linear, "detect", lambda device: target)
-    monkeypatch.setattr(triton_skinny, "arch_of", lambda device: arch)
     monkeypatch.setattr(launch, "target_of", lambda device: target)
     model = load(config, source, attention, torch.float16, CPU, config.default_positions)
     shape = CacheShape(layers, 64, 16, config.kv_heads, config.head_dim, torch.float16)

@@ -25,7 +25,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from nybble.kernels import launch as launchers
-from nybble.kernels.linear import triton_skinny
 from nybble.kernels.linear.skinny import Plan
 from nybble.kernels.native import compile_offline
 from nybble.kernels.skinny_layout import SkinnyWeight
@@ -109,8 +108,6 @@ def pretend(arch: str, *, run: bool = False, **schedule: Any) -> Iterator[list[L
     with (
         mock.patch.object(JITFunction, "run", launch),
         mock.patch.object(driver, "_active", _Driver(arch)),
-        mock.patch.object(triton_skinny, "arch_of", lambda device: arch),
-        mock.patch.object(triton_skinny, "backend_of", lambda device: backend),
         mock.patch.object(launchers, "target_of", lambda device: target),
         mock.patch.object(launchers, "backend_of", lambda device: backend),
     ):

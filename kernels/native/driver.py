@@ -12,7 +12,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -48,18 +48,33 @@ class Driver(ABC):
     """One driver API. Functions return 0 or an error code; handles are addresses."""
 
     name: str
+    prefix: str  # of every function
     extra_end: int
     # (function, grid x 3, threads x 3, shared bytes, stream, parameters, extra) -> status
     launch: Callable[..., int]
     # (launch configuration, function, parameters, extra) -> status; None where there is none
     launch_ex: Callable[..., int] | None = None
 
-    @abstractmethod
+    def __init__(self, api: ctypes.CDLL) -> None:
+        self._api = api
+
     def load(self, code: bytes, entry: str, index: int) -> int:
         """The function `entry` of code loaded into a device. Raises DriverError."""
+        with self._on_device(index):
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            self._call("ModuleLoadData", ctypes.byref(module), code)
+            self._call("ModuleGetFunction", ctypes.byref(function), module, entry.encode(), what=entry)
+        return function.value or 0
+
+    def attribute(self, function: int, number: int) -> int:
+        """A property of a loaded function. Raises DriverError."""
+        value = ctypes.c_int()
+        self._call("FuncGetAttribute", ctypes.byref(value), number, ctypes.c_void_p(function))
+        return value.value
 
     @abstractmethod
-    def attribute(self, function: int, number: int) -> int: ...
+    def _on_device(self, index: int) -> AbstractContextManager[None]:
+        """Within it, what is loaded is loaded into this device."""
 
     @abstractmethod
     def allow_shared(self, function: int, nbytes: int) -> None:
@@ -68,9 +83,12 @@ class Driver(ABC):
     @abstractmethod
     def error(self, status: int) -> str: ...
 
-    def check(self, status: int, what: str) -> None:
+    def _call(self, name: str, *args: object, what: str = "") -> None:
+        """A function of the API without its prefix: the two APIs share names and arguments. Raises DriverError."""
+        name = f"{self.prefix}{name}"
+        status = getattr(self._api, name)(*args)
         if status:
-            raise DriverError(f"{what}: {self.error(status)}")
+            raise DriverError(f"{name} {what}".rstrip() + f": {self.error(status)}")
 
 
 class DriverError(RuntimeError):
@@ -78,39 +96,24 @@ class DriverError(RuntimeError):
 
 
 class CudaDriver(Driver):
-    name = "CUDA"
+    name, prefix = "CUDA", "cu"
     extra_end = 0
 
     def __init__(self, api: ctypes.CDLL | None = None) -> None:
         """api: the library; None finds it, or raises LibraryNotFound."""
-        self._api = api or _open("CUDA's driver", "libcuda", libraries.cuda_places(), "cuLaunchKernel")
+        super().__init__(api or _open("CUDA's driver", "libcuda", libraries.cuda_places(), "cuLaunchKernel"))
         self.launch = _launcher(self._api.cuLaunchKernel)
         if hasattr(self._api, "cuLaunchKernelEx"):
             self.launch_ex = self._api.cuLaunchKernelEx
             self._api.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
 
-    def load(self, code: bytes, entry: str, index: int) -> int:
-        with self._context(index):
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            self.check(self._api.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
-            self.check(
-                self._api.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()),
-                f"cuModuleGetFunction {entry}",
-            )
-        return function.value or 0
-
-    def attribute(self, function: int, number: int) -> int:
-        value = ctypes.c_int()
-        self.check(
-            self._api.cuFuncGetAttribute(ctypes.byref(value), number, ctypes.c_void_p(function)),
-            "cuFuncGetAttribute",
-        )
-        return value.value
-
     def allow_shared(self, function: int, nbytes: int) -> None:
-        self.check(
-            self._api.cuFuncSetAttribute(ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_BYTES, nbytes),
-            f"cuFuncSetAttribute {nbytes} bytes of dynamic shared memory",
+        self._call(
+            "FuncSetAttribute",
+            ctypes.c_void_p(function),
+            _MAX_DYNAMIC_SHARED_BYTES,
+            nbytes,
+            what=f"{nbytes} bytes of dynamic shared memory",
         )
 
     def error(self, status: int) -> str:
@@ -119,14 +122,12 @@ class CudaDriver(Driver):
         return f"{(text.value or b'unknown error').decode()} (CUDA error {status})"
 
     @contextmanager
-    def _context(self, index: int) -> Iterator[None]:
+    def _on_device(self, index: int) -> Iterator[None]:
         """The device's primary context, the one that torch uses, current. It is kept for as long as the process lives."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.check(self._api.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-        self.check(
-            self._api.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain"
-        )
-        self.check(self._api.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        self._call("DeviceGet", ctypes.byref(device), index)
+        self._call("DevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("CtxPushCurrent_v2", context)
         try:
             yield
         finally:
@@ -134,34 +135,16 @@ class CudaDriver(Driver):
 
 
 class HipDriver(Driver):
-    name = "HIP"
+    name, prefix = "HIP", "hip"
     extra_end = 3
 
     def __init__(self, api: ctypes.CDLL | None = None) -> None:
         """api: the library; None finds it, or raises LibraryNotFound."""
-        self._api = api or _open(
-            "the HIP runtime", "libamdhip64", libraries.hip_places(), "hipModuleLaunchKernel"
+        super().__init__(
+            api or _open("the HIP runtime", "libamdhip64", libraries.hip_places(), "hipModuleLaunchKernel")
         )
         self._api.hipGetErrorString.restype = ctypes.c_char_p
         self.launch = _launcher(self._api.hipModuleLaunchKernel)
-
-    def load(self, code: bytes, entry: str, index: int) -> int:
-        with self._device(index):
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            self.check(self._api.hipModuleLoadData(ctypes.byref(module), code), "hipModuleLoadData")
-            self.check(
-                self._api.hipModuleGetFunction(ctypes.byref(function), module, entry.encode()),
-                f"hipModuleGetFunction {entry}",
-            )
-        return function.value or 0
-
-    def attribute(self, function: int, number: int) -> int:
-        value = ctypes.c_int()
-        self.check(
-            self._api.hipFuncGetAttribute(ctypes.byref(value), number, ctypes.c_void_p(function)),
-            "hipFuncGetAttribute",
-        )
-        return value.value
 
     def allow_shared(self, function: int, nbytes: int) -> None:
         """Nothing to ask for: a workgroup may have all of a chip's LDS."""
@@ -171,10 +154,10 @@ class HipDriver(Driver):
         return f"{text.decode()} (HIP error {status})"
 
     @contextmanager
-    def _device(self, index: int) -> Iterator[None]:
+    def _on_device(self, index: int) -> Iterator[None]:
         before = ctypes.c_int()
-        self.check(self._api.hipGetDevice(ctypes.byref(before)), "hipGetDevice")
-        self.check(self._api.hipSetDevice(index), "hipSetDevice")
+        self._call("GetDevice", ctypes.byref(before))
+        self._call("SetDevice", index)
         try:
             yield
         finally:

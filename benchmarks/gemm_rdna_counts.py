@@ -9,24 +9,18 @@ are filed under it; --check of a version never recorded exits 3.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "rdna"))
+from rdna_counts import Counts, of_launch
 
-from rdna_cases import run_cases  # noqa: E402
-
-from nybble.kernels.tiles import rows_for  # noqa: E402
+from nybble.kernels.tiles import rows_for
 
 RESULTS = Path(__file__).parent / "results" / "rdna_gemm.json"
 K, LONG_K = 512, 1536
-NEVER_RECORDED = 3
 
 
 def cases() -> list[dict[str, Any]]:
@@ -69,11 +63,7 @@ def per_wmma(case: dict[str, Any], result: dict[str, Any]) -> dict[str, int]:
 
 def record(case: dict[str, Any], short: dict[str, Any], long: dict[str, Any]) -> dict[str, Any]:
     """One row of the results file."""
-    for result in (short, long):
-        if "error" in result or not result["close"]:
-            raise RuntimeError(f"{case}: {result.get('error') or result}")
-    a, b = per_wmma(case, short), per_wmma(case | {"k": LONG_K}, long)
-    launch = short["launches"][0]
+    a, b = per_wmma(case, short), per_wmma(longer(case), long)
     return {
         **{key: case[key] for key in ("arch", "kernel", "dtype", "symmetric", "g")},
         "tile": case["tile"],
@@ -82,26 +72,8 @@ def record(case: dict[str, Any], short: dict[str, Any], long: dict[str, Any]) ->
         "lds_per_wmma": round(a["lds"] / a["useful"], 2),
         "all_per_wmma": round(a["all"] / a["useful"], 2),
         "executed": a,
-        "rms_error": float(f"{short['rms']:.3g}"),
-        **{key: launch[key] for key in ("registers", "scratch_bytes", "lds_bytes", "code_sha256")},
+        **of_launch(short),
     }
-
-
-def write() -> int:
-    wanted = cases()
-    runs = [case | {"run": True, "k": k} for case in wanted for k in (K, LONG_K)]
-    results = run_cases(runs)
-    rows = [record(case, *results[2 * i : 2 * i + 2]) for i, case in enumerate(wanted)]
-    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    content["about"] = (
-        "Executed wave instructions of one workgroup at K=512, per 16x16x16 WMMA the product needs; steady: the loop "
-        "alone, from K=512 to 1536. Every run matched the float32 reference. By python benchmarks/gemm_rdna_counts.py."
-    )
-    content.setdefault("triton", {})[version("triton")] = rows
-    text = json.dumps(content, indent=1)
-    RESULTS.write_text(text + "\n")
-    print(table(rows))
-    return 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -118,35 +90,24 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def check() -> int:
-    installed = version("triton")
-    recorded = json.loads(RESULTS.read_text())["triton"].get(installed)
-    if recorded is None:
-        print(f"no counts recorded for triton {installed}: run --write")
-        return NEVER_RECORDED
+def longer(case: dict[str, Any]) -> dict[str, Any]:
+    return case | {"k": LONG_K}
 
-    def key(row: dict[str, Any]) -> str:
-        return json.dumps(
-            [row[k] for k in ("arch", "kernel", "dtype", "symmetric", "g", "tile")], sort_keys=True
-        )
 
-    known = {key(r): r["code_sha256"] for r in recorded}
-    wanted = cases()
-    stale = []
-    for case, result in zip(wanted, run_cases(wanted), strict=True):
-        found = result["launches"][0]["code_sha256"] if "launches" in result else result["error"]
-        if known.pop(key(case), None) != found:
-            stale.append(key(case))
-    stale += [f"no such tile any more: {k}" for k in known]
-    for line in stale:
-        print("stale:", line)
-    print(f"{len(wanted)} code objects, {len(stale)} counts stale (triton {installed})")
-    return 1 if stale else 0
-
+COUNTS = Counts(
+    path=RESULTS,
+    compiler="triton",
+    version=lambda: version("triton"),
+    about="Executed wave instructions of one workgroup at K=512, per 16x16x16 WMMA the product needs; steady: the loop "
+    "alone, from K=512 to 1536. Every run matched the float32 reference. By python benchmarks/gemm_rdna_counts.py.",
+    cases=cases,
+    longer=longer,
+    record=record,
+    identity=lambda case: {
+        name: case[name] for name in ("arch", "kernel", "dtype", "symmetric", "g", "tile")
+    },
+    table=table,
+)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--write", action="store_true")
-    mode.add_argument("--check", action="store_true")
-    sys.exit(write() if parser.parse_args().write else check())
+    sys.exit(COUNTS.main(__doc__))

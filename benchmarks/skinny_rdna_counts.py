@@ -12,21 +12,15 @@ before and after. A dual instruction counts once. A lane's share of a block is r
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "rdna"))
-
-from rdna_cases import run_cases  # noqa: E402
+from rdna_counts import Counts, of_launch
 
 RESULTS = Path(__file__).parent / "results" / "rdna_skinny.json"
-NEVER_RECORDED = 3
 WMMA_CLOCKS = 32  # of a SIMD, for one 16x16x16
 # rows of x, rows of w (the plan's own), the two K: one step of each wave, and three
 CASES = ((1, 16, 4096, 12288), (2, 16, 4096, 12288), (16, 32, 1024, 3072), (16, 64, 1024, 3072))
@@ -59,43 +53,21 @@ def longer(case: dict[str, Any]) -> dict[str, Any]:
 
 def record(case: dict[str, Any], short: dict[str, Any], long: dict[str, Any]) -> dict[str, Any]:
     """One row of the results file."""
-    for result in (short, long):
-        if "error" in result or not result["close"]:
-            raise RuntimeError(f"{case}: {result.get('error') or result}")
     loop = {name: long["counts"][0][name] - short["counts"][0][name] for name in short["counts"][0]}
     weights = case["n"] * (longer(case)["k"] - case["k"])
-    launch = short["launches"][0]
     return {
         **{key: case[key] for key in ("arch", "dtype", "symmetric", "g", "m")},
         "rows": case["n"],
         "valu_per_pair": round(loop["valu"] / (weights / 64), 3),
         "weights_per_clock": round(weights / (loop["valu"] + WMMA_CLOCKS * loop["wmma"]), 2),
         "loop": loop,
-        "rms_error": float(f"{short['rms']:.3g}"),
-        **{key: launch[key] for key in ("registers", "scratch_bytes", "lds_bytes", "code_sha256")},
+        **of_launch(short),
     }
 
 
 def clang_version() -> str:
     run = subprocess.run(["clang++-22", "-dumpversion"], capture_output=True, text=True, check=True)
     return run.stdout.strip()
-
-
-def write() -> int:
-    wanted = cases()
-    runs = [variant | {"run": True} for case in wanted for variant in (case, longer(case))]
-    results = run_cases(runs)
-    rows = [record(case, *results[2 * i : 2 * i + 2]) for i, case in enumerate(wanted)]
-    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    content["about"] = (
-        "Vector instructions (dot products included, a dual instruction once) per pair of weights and lane in the steady "
-        "state, and weights per clock and SIMD with a WMMA at 32 clocks. Every run matched the float32 reference. By "
-        "python benchmarks/skinny_rdna_counts.py."
-    )
-    content.setdefault("clang", {})[clang_version()] = rows
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    print(table(rows))
-    return 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -110,31 +82,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def check() -> int:
-    version = clang_version()
-    recorded = json.loads(RESULTS.read_text())["clang"].get(version)
-    if recorded is None:
-        print(f"no counts recorded for clang {version}: run --write")
-        return NEVER_RECORDED
-    names = ("arch", "dtype", "symmetric", "g", "m", "rows")
-    known = {tuple(row[name] for name in names): row["code_sha256"] for row in recorded}
-    wanted = cases()
-    stale = []
-    for case, result in zip(wanted, run_cases(wanted), strict=True):
-        key = tuple((case | {"rows": case["n"]})[name] for name in names)
-        found = result["launches"][0]["code_sha256"] if "launches" in result else result["error"]
-        if known.pop(key, None) != found:
-            stale.append(str(key))
-    stale += [f"no such program any more: {key}" for key in known]
-    for line in stale:
-        print("stale:", line)
-    print(f"{len(wanted)} code objects, {len(stale)} counts stale (clang {version})")
-    return 1 if stale else 0
-
+COUNTS = Counts(
+    path=RESULTS,
+    compiler="clang",
+    version=clang_version,
+    about="Vector instructions (dot products included, a dual instruction once) per pair of weights and lane in the "
+    "steady state, and weights per clock and SIMD with a WMMA at 32 clocks. Every run matched the float32 reference. By "
+    "python benchmarks/skinny_rdna_counts.py.",
+    cases=cases,
+    longer=longer,
+    record=record,
+    identity=lambda case: (
+        {name: case[name] for name in ("arch", "dtype", "symmetric", "g", "m")} | {"rows": case["n"]}
+    ),
+    table=table,
+)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--write", action="store_true")
-    mode.add_argument("--check", action="store_true")
-    sys.exit(write() if parser.parse_args().write else check())
+    sys.exit(COUNTS.main(__doc__))

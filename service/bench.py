@@ -42,17 +42,6 @@ def layers_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def rows_of(text: str) -> tuple[int, ...]:
-    """Numbers of rows, comma-separated. Raises ConfigError."""
-    try:
-        ms = tuple(map(int, text.split(",")))
-    except ValueError:
-        ms = (0,)
-    if min(ms) < 1:
-        raise ConfigError(f"--rows={text!r} is not accepted: it should be numbers from 1, as 1,4,16")
-    return ms
-
-
 def bench_gemm(bench: GemmBench, output: Path | None = None) -> bool:
     """Print the table, and write it as JSON to `output`. Whether all paths ran and computed the right numbers."""
     device = default_device()

@@ -236,12 +236,12 @@ def gemm(
     """
     import torch
 
-    from nybble.service.bench import GemmBench, bench_gemm, layers_of, rows_of
+    from nybble.service.bench import GemmBench, bench_gemm, layers_of
 
     try:
         wanted = GemmBench(
             layers=layers_of(layers),
-            ms=rows_of(rows),
+            ms=_numbers("--rows", rows),
             dtype=getattr(torch, dtype),
             group_size=int(group_size),
             symmetric=symmetric,
@@ -307,9 +307,7 @@ def _options_of_bench(command: Callable[[Any, Path | None], None]) -> Callable[.
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     values = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if min(values) < 1:
-        raise UsageError(
-            f"{flag}={text!r} is not accepted: it should be whole numbers from 1 on, comma-separated"
-        )
+        raise UsageError(f"{flag}={text!r} is not accepted: it should be numbers from 1 on, comma-separated")
     return values
 
 

@@ -227,7 +227,8 @@ def step_bytes(engine: Engine, batch: int, context: int) -> int:
 def read_rate(device: torch.device) -> float:
     """Bytes per second of the fastest of some sums over a buffer far larger than the caches."""
     nbytes = (1 << 28) if device.type == "cpu" else (1 << 30)
-    buffer = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
+    # Not zeros: they can be read faster than numbers.
+    buffer = torch.rand(nbytes // 4, dtype=torch.float32, device=device)
     return nbytes / _fastest(lambda: buffer.sum(), device, 6)
 
 

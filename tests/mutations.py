@@ -329,7 +329,7 @@ FAULTS = (
         "service/client.py",
         "os.set_blocking(self._connection.fileno(), True)",
         "pass",
-        "tests/service/test_client.py -k larger",
+        "tests/service/test_client.py -k in_pieces",
     ),
     Fault(
         "any key opens",

@@ -15,7 +15,7 @@ from typing import Any
 
 import fake_engine
 import pytest
-from fake_engine import CRASH_AFTER_3, MAX_RUNNING, SLOW
+from fake_engine import CRASH_AFTER_3, IN_PIECES, MAX_RUNNING, SLOW
 from http_fixtures import LocalClient, alive
 
 from nybble.service.client import EngineClient, EngineState
@@ -291,6 +291,13 @@ async def test_an_answer_larger_than_the_pipe_holds_arrives_whole(tmp_path: Path
             wanted = request(number, *prompt, max_tokens=1, prompt_logprobs=20)
             scored = [token async for output in client.generate(wanted) for token in output.prompt_logprobs]
             assert [token.token_id for token in scored] == list(prompt[1:])
+        assert client.state is EngineState.READY and client.restarts == 0
+
+
+@pytest.mark.parametrize("anyio_backend", LOOPS)
+async def test_a_message_that_arrives_in_pieces_is_read_whole(tmp_path: Path, anyio_backend: Any) -> None:
+    async with ready(tmp_path) as client:
+        assert len(await tokens_of(client, request(1, IN_PIECES, 7, 8, max_tokens=5))) == 5
         assert client.state is EngineState.READY and client.restarts == 0
 
 

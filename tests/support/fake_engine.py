@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 from nybble.service.engine.protocol import (
@@ -38,7 +40,7 @@ EOS = 2
 STEP_S = 0.002
 MAX_RUNNING = 8
 # Token ids beyond the tiny tokenizer's vocabulary, as the first token of a prompt.
-CRASH_AFTER_3, ERROR_AFTER_3, SLOW, EOS_AFTER_5, HANG_AFTER_3, NO_MEMORY_AFTER_3 = range(500, 506)
+CRASH_AFTER_3, ERROR_AFTER_3, SLOW, EOS_AFTER_5, HANG_AFTER_3, NO_MEMORY_AFTER_3, IN_PIECES = range(500, 507)
 
 # Files whose presence in the model folder changes how the engine starts.
 USER_ERROR, CRASH_AT_START, SLOW_LOAD, IGNORE_SHUTDOWN = (
@@ -113,7 +115,19 @@ class Fake:
                 del self.sequences[sequence.request.request_id]
                 self.finished[output.finish_reason] += 1
         self.steps += 1
-        self.connection.send(Outputs(tuple(outputs), self.stats()))
+        if any(sequence.command == IN_PIECES for sequence in self.sequences.values()):
+            self.send_in_pieces(Outputs(tuple(outputs), self.stats()))
+        else:
+            self.connection.send(Outputs(tuple(outputs), self.stats()))
+
+    def send_in_pieces(self, message: object) -> None:
+        """As a full pipe delivers it: the reader meets a message whose end has not been written yet."""
+        pickled = bytes(ForkingPickler.dumps(message))
+        # multiprocessing's framing of fewer than 2 GiB.
+        framed = struct.pack("!i", len(pickled)) + pickled
+        for piece in (framed[:2], framed[2:10], framed[10:]):
+            os.write(self.connection.fileno(), piece)
+            time.sleep(0.02)
 
     def advance(self, sequence: Sequence) -> StepOutput | None:
         request, sampling = sequence.request, sequence.request.sampling

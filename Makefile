@@ -29,7 +29,7 @@ ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
 
 LM_EVAL := "lm-eval[api]==0.4.13"
 
-.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval audit test-mutations test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
@@ -37,11 +37,11 @@ serve:
 
 test:
 	@$(READY) test
-	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval and not deploy and not ray" $(PYTEST_ARGS)
 
 test-slow:
 	@$(READY) test
-	$(PYTEST) -m slow --ignore=tests/test_wheel.py $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not deploy and not ray" --ignore=tests/test_wheel.py $(PYTEST_ARGS)
 
 test-checkpoints:
 	@$(READY) test
@@ -65,6 +65,10 @@ build/lm-eval/.installed: Makefile
 	"$(PYTHON)" -m venv build/lm-eval
 	build/lm-eval/bin/pip install --quiet --disable-pip-version-check $(LM_EVAL)
 	touch $@
+
+test-deploy:
+	@$(READY) test dev
+	$(PYTEST) -m deploy tests/deploy $(PYTEST_ARGS)
 
 audit:
 	@$(READY) test dev

@@ -37,11 +37,11 @@ serve:
 
 test:
 	@$(READY) test
-	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval and not deploy and not ray" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval and not deploy and not image and not ray" $(PYTEST_ARGS)
 
 test-slow:
 	@$(READY) test
-	$(PYTEST) -m "slow and not deploy and not ray" --ignore=tests/test_wheel.py $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not deploy and not image and not ray" --ignore=tests/test_wheel.py $(PYTEST_ARGS)
 
 test-checkpoints:
 	@$(READY) test
@@ -74,6 +74,11 @@ test-gpu:
 test-deploy:
 	@$(READY) test dev
 	$(PYTEST) -m deploy tests/deploy $(PYTEST_ARGS)
+
+# NYBBLE_IMAGE_ARCH=gfx1151 builds that image, with a torch that this machine has.
+test-image:
+	@$(READY) test dev
+	$(PYTEST) -m image -o faulthandler_timeout=900 tests/deploy $(PYTEST_ARGS)
 
 audit:
 	@$(READY) test dev
@@ -110,7 +115,8 @@ lint:
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/mypy --strict .ci/venv.py .ci/report.py
+	.venv/bin/mypy --strict .ci/venv.py .ci/report.py deploy/healthcheck.py
+	.venv/bin/hadolint deploy/Dockerfile
 	$(if $(CSRC),.venv/bin/clang-format --dry-run --Werror $(CSRC))
 
 format:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -305,7 +307,7 @@ def build() -> dashboard_models.Dashboard:
         .with_variable(query_variable("instance", "Server", "nybble_requests_running"))
         .with_variable(query_variable("path", "GEMM path", 'nybble_gemm_calls_total{instance=~"$instance"}'))
     )
-    sections = {
+    sections: dict[str, Sequence[Any]] = {
         "Now": now(),
         "Requests": requests(),
         "GEMM paths": [path_heat_map(), *gemm()],

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from page import Drawn, draw
 from panels import Query, Variable, expand, fill, read
 from stack import Prometheus, Series, StackError, run_nybble, run_prometheus
@@ -30,7 +31,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     page = options.output / "dashboard.png"
     try:
-        drawn = observe(options.model, options.seconds, options.output, page)
+        drawn = observe(options.model, options.server_flags, options.seconds, options.output, page)
     except StackError as error:
         print(f"observe: {error}", file=sys.stderr)
         return 1
@@ -44,15 +45,17 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="observe", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="as for nybble serve, such as demo")
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long the load lasts")
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long the load lasts")
     parser.add_argument(
         "--output", type=Path, default=Path("build/observe"), help="folder of the page and the logs"
     )
-    return parser.parse_args()
+    options, server_flags = parser.parse_known_args()
+    options.server_flags = server_flags
+    return options
 
 
-def observe(model: str, seconds: float, logs: Path, page: Path) -> list[Drawn]:
-    flags = ("--device", "cpu", *SERVER_FLAGS)
+def observe(model: str, server_flags: list[str], seconds: float, logs: Path, page: Path) -> list[Drawn]:
+    flags = ("--device", "cpu", *SERVER_FLAGS, *server_flags)
     with tempfile.TemporaryDirectory() as folder, run_nybble(model, logs, flags) as url:
         with run_prometheus(url.removeprefix("http://"), Path(folder)) as prometheus:
             print(f"{seconds:g} s of load on {url}, scraped by {prometheus.url}", flush=True)
@@ -72,10 +75,11 @@ def render(prometheus: Prometheus, start_s: float, end_s: float, page: Path, not
     step_s = max(float(prometheus.scrape_interval_s), (end_s - start_s) / 200)
 
     def fetch(query: Query) -> list[Series]:
-        return prometheus.query_range(fill(query.expr, values(prometheus)), start_s, end_s, step_s)
+        return prometheus.query_range(fill(query.expr, values(prometheus)), times[0], times[-1], step_s)
 
     chosen = {variable.name: choices(prometheus, variable) for variable in variables}
-    return draw(expand(panels, chosen), fetch, page, "Nybble", note)
+    times = np.arange(start_s, end_s + step_s / 2, step_s)
+    return draw(expand(panels, chosen), fetch, times, page, "Nybble", note)
 
 
 def values(prometheus: Prometheus) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -25,7 +26,7 @@ from stack import Series
 Fetch = Callable[[Query], list[Series]]
 
 COLUMN_PX, ROW_PX, HEAD_PX, GAP_PX, DPI = 60, 33, 46, 4, 100
-COLORS = ("#3274d9", "#e0752d", "#37872d", "#b877d9", "#e02f44", "#00a0a0", "#b8860b", "#777777")
+COLORS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#12959f", "#c4162a", "#b8860b", "#777777")
 PAGE, CARD, EDGE, INK, FAINT = "#f4f5f8", "#ffffff", "#dfe2e8", "#24292f", "#7b838f"
 STAT_COLORS = {"green": "#37872d", "orange": "#e0752d", "red": "#e02f44"}
 # (from this many, divided by, written as)
@@ -70,8 +71,10 @@ def _digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def draw(panels: Sequence[Panel], fetch: Fetch, path: Path, title: str, note: str) -> list[Drawn]:
-    """Writes a PNG of all panels; fetch has the series of one query over the time that is shown."""
+def draw(
+    panels: Sequence[Panel], fetch: Fetch, times: NDArray[np.float64], path: Path, title: str, note: str
+) -> list[Drawn]:
+    """Writes a PNG of all panels; fetch has the series of one query at `times`, which are evenly spaced."""
     rows = max(panel.y + panel.height for panel in panels)
     width_px, height_px = COLUMNS * COLUMN_PX + 2 * GAP_PX, rows * ROW_PX + HEAD_PX + 2 * GAP_PX
     figure = Figure(figsize=(width_px / DPI, height_px / DPI), dpi=DPI, facecolor=PAGE)
@@ -81,7 +84,8 @@ def draw(panels: Sequence[Panel], fetch: Fetch, path: Path, title: str, note: st
     drawn = []
     for panel in panels:
         found = [(query, fetch(query)) for query in panel.queries]
-        _DRAW[panel.kind](canvas, panel, [_Line(q.name(s.labels), s) for q, series in found for s in series])
+        lines = [_line(q.name(s.labels), s, times) for q, series in found for s in series if has_number(s)]
+        _DRAW[panel.kind](canvas, panel, lines)
         if panel.queries:
             numbers = {query.expr: sum(map(has_number, series)) for query, series in found}
             drawn.append(Drawn(panel, numbers))
@@ -103,16 +107,21 @@ def _save(figure: Figure, path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Line:
+    """values [T] at times [T]; NaN where the series has none."""
+
     name: str
-    series: Series
+    labels: dict[str, str]
+    times: NDArray[np.float64]
+    values: NDArray[np.float64]
 
-    @property
-    def values(self) -> NDArray[np.float64]:
-        return np.array(self.series.values)
 
-    @property
-    def times(self) -> NDArray[np.float64]:
-        return np.array(self.series.times)
+def _line(name: str, series: Series, times: NDArray[np.float64]) -> _Line:
+    values = np.full(len(times), np.nan)
+    step = times[1] - times[0]
+    at = np.rint((np.array(series.times) - times[0]) / step).astype(int)
+    values[at] = series.values
+    values[np.isinf(values)] = np.nan
+    return _Line(name, series.labels, times, values)
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,9 @@ class _Canvas:
             panel.height * ROW_PX - 2 * GAP_PX,
         )
 
-    def rectangle(self, left: float, top: float, width: float, height: float) -> tuple[float, float, float, float]:
+    def rectangle(
+        self, left: float, top: float, width: float, height: float
+    ) -> tuple[float, float, float, float]:
         """The same in the figure's own coordinates: left, bottom, width, height."""
         w, h = self.width_px, self.height_px
         return left / w, 1 - (top + height) / h, width / w, height / h
@@ -152,6 +163,7 @@ class _Canvas:
                 edgecolor=EDGE,
                 linewidth=0.8,
                 mutation_aspect=self.width_px / self.height_px,
+                zorder=-1,
             )
         )
         self.text(left + 10, top + 13, panel.title, size=title_size, weight="bold")
@@ -200,7 +212,6 @@ def _threshold(panel: Panel, value: float) -> str:
 
 def _time_series(canvas: _Canvas, panel: Panel, lines: list[_Line]) -> None:
     left, top, width, height = canvas.card(panel)
-    lines = [line for line in lines if has_number(line.series)]
     if not lines:
         canvas.text(left + width / 2 - 22, top + height / 2, "no data", size=9, color=FAINT)
         return
@@ -217,7 +228,7 @@ def _time_series(canvas: _Canvas, panel: Panel, lines: list[_Line]) -> None:
             axes.fill_between(line.times, line.values, color=color, alpha=0.06, linewidth=0)
     percent = panel.stacking == "percent"
     _value_axis(axes, "percentunit" if percent else panel.unit, 1.0 if percent else panel.most)
-    _time_axis(axes, min(line.times[0] for line in lines), max(line.times[-1] for line in lines))
+    _time_axis(axes, lines[0].times)
 
 
 def _colors(count: int) -> list[str]:
@@ -226,8 +237,8 @@ def _colors(count: int) -> list[str]:
 
 def _stack(axes: Axes, panel: Panel, lines: list[_Line]) -> None:
     below = [line for line in lines if line.name not in panel.unstacked]
-    times = np.unique(np.concatenate([line.times for line in below]))
-    rows = np.array([np.interp(times, line.times, np.nan_to_num(line.values)) for line in below])
+    times = below[0].times
+    rows = np.array([np.nan_to_num(line.values) for line in below])
     if panel.stacking == "percent":
         rows = rows / np.maximum(rows.sum(axis=0), 1e-30)
     colors = _colors(len(lines))
@@ -239,8 +250,8 @@ def _stack(axes: Axes, panel: Panel, lines: list[_Line]) -> None:
 
 
 def _value_axis(axes: Axes, unit: str, most: float | None) -> None:
-    top = most if most is not None else max(axes.dataLim.y1 * 1.08, 1e-9)
-    if unit == "none" and most is None:
+    top = most if most is not None else axes.dataLim.y1 * 1.08
+    if top <= 0 or unit == "none":
         top = max(top, 1.2)
     axes.set_ylim(0, top * (1.02 if most is not None else 1))
     locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=unit == "none" and top > 2)
@@ -255,9 +266,10 @@ def _value_axis(axes: Axes, unit: str, most: float | None) -> None:
     axes.set_axisbelow(True)
 
 
-def _time_axis(axes: Axes, start_s: float, end_s: float) -> None:
+def _time_axis(axes: Axes, times: NDArray[np.float64]) -> None:
     """Minutes and seconds since the beginning."""
-    axes.set_xlim(start_s, max(end_s, start_s + 1))
+    start_s, end_s = times[0], times[-1]
+    axes.set_xlim(start_s, end_s)
     steps = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
     step = next((s for s in steps if (end_s - start_s) / s <= 7), steps[-1])
     ticks = np.arange(0, end_s - start_s + 1e-9, step)
@@ -290,7 +302,8 @@ def _heat_map(canvas: _Canvas, panel: Panel, lines: list[_Line]) -> None:
     if cells is None:
         canvas.text(left + width / 2 - 22, top + height / 2, "no data", size=9, color=FAINT)
         return
-    times, bounds, counts = cells
+    bounds, counts = cells
+    times = lines[0].times
     used = np.flatnonzero(np.nansum(counts, axis=1) > 0)
     first, last = max(used[0] - 1, 0), min(used[-1] + 2, len(bounds))
     shown = np.ma.masked_less_equal(counts[first:last], 0)
@@ -299,6 +312,7 @@ def _heat_map(canvas: _Canvas, panel: Panel, lines: list[_Line]) -> None:
         times,
         np.arange(first, last),
         shown,
+        norm=PowerNorm(0.5, vmin=0),
         cmap="viridis_r",
         shading="nearest",
         edgecolors=CARD,
@@ -306,7 +320,7 @@ def _heat_map(canvas: _Canvas, panel: Panel, lines: list[_Line]) -> None:
     )
     labels = [f"≤ {number(bound, panel.unit)}" if np.isfinite(bound) else "above" for bound in bounds]
     axes.set_yticks(np.arange(first, last), labels[first:last])
-    _time_axis(axes, times[0], times[-1])
+    _time_axis(axes, times)
     axes.grid(False)
     scale = canvas.axes(left + width - 50, top + 32, 8, height - 66)
     bar = canvas.figure.colorbar(mesh, cax=scale)
@@ -315,20 +329,14 @@ def _heat_map(canvas: _Canvas, panel: Panel, lines: list[_Line]) -> None:
     scale.yaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
-def _cells(
-    lines: list[_Line],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]] | None:
-    """Times [T], upper bounds [B], and counts [B, T] of each bucket alone, from the cumulative ones."""
-    lines = [line for line in lines if "le" in line.series.labels and has_number(line.series)]
+def _cells(lines: list[_Line]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Upper bounds [B], and counts [B, T] of each bucket alone, from the cumulative ones; None if there are none."""
+    lines = sorted((line for line in lines if "le" in line.labels), key=lambda line: float(line.labels["le"]))
     if not any(np.nansum(line.values) > 0 for line in lines):
         return None
-    lines.sort(key=lambda line: float(line.series.labels["le"]))
-    times = np.unique(np.concatenate([line.times for line in lines]))
-    cumulative = np.zeros((len(lines), len(times)))
-    for row, line in enumerate(lines):
-        cumulative[row, np.searchsorted(times, line.times)] = np.nan_to_num(line.values)
-    bounds = np.array([float(line.series.labels["le"]) for line in lines])
-    return times, bounds, np.maximum(np.diff(cumulative, axis=0, prepend=0), 0)
+    cumulative = np.array([np.nan_to_num(line.values) for line in lines])
+    bounds = np.array([float(line.labels["le"]) for line in lines])
+    return bounds, np.maximum(np.diff(cumulative, axis=0, prepend=0), 0)
 
 
 _DRAW: dict[str, Callable[[_Canvas, Panel, list[_Line]], None]] = {

@@ -62,8 +62,8 @@ class Traffic:
             await answer.aread()
         self.statuses[answer.status_code] += 1
         if answer.status_code == 429:
-            # Sooner than Retry-After asks for: that is what fills a queue.
-            await asyncio.sleep(0.5)
+            # Sooner than Retry-After may ask for: that is what fills a queue.
+            await asyncio.sleep(1.5)
 
     def _body(self) -> dict[str, Any]:
         choose = self.random.random

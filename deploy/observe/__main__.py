@@ -1,6 +1,8 @@
 """A Nybble server on the CPU under load, a Prometheus that scrapes it, and a page of what the dashboard then shows.
 
-python deploy/observe MODEL [--seconds 120] [--output build/observe]
+    python deploy/observe MODEL [--seconds 90] [--output build/observe] [options of nybble serve]
+
+The folder gets dashboard.png and the server's log.
 """
 
 from __future__ import annotations
@@ -13,14 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-from page import Drawn, draw
-from panels import Query, Variable, expand, fill, read
-from stack import Prometheus, Series, StackError, run_nybble, run_prometheus
+from page import Drawn
+from stack import StackError, run_nybble, run_prometheus
 from traffic import SERVER_FLAGS, Traffic
-
-# Shared by all instances of the dashboard's variables where it shows "All".
-ALL = ".*"
+from view import render
 
 
 def main() -> int:
@@ -67,28 +65,6 @@ def observe(model: str, server_flags: list[str], seconds: float, logs: Path, pag
             )
             note = f"nybble serve {model}, on a CPU; {seconds:g} s of load: {answers}"
             return render(prometheus, start_s, time.time(), page, note)
-
-
-def render(prometheus: Prometheus, start_s: float, end_s: float, page: Path, note: str) -> list[Drawn]:
-    """Draws the dashboard as it looks over a time span; returns what each panel had to show."""
-    panels, variables = read()
-    step_s = max(float(prometheus.scrape_interval_s), (end_s - start_s) / 200)
-
-    def fetch(query: Query) -> list[Series]:
-        return prometheus.query_range(fill(query.expr, values(prometheus)), times[0], times[-1], step_s)
-
-    chosen = {variable.name: choices(prometheus, variable) for variable in variables}
-    times = np.arange(start_s, end_s + step_s / 2, step_s)
-    return draw(expand(panels, chosen), fetch, times, page, "Nybble", note)
-
-
-def values(prometheus: Prometheus) -> dict[str, str]:
-    """Of the dashboard's variables, with everything chosen."""
-    return {"instance": ALL, "path": ALL, "__rate_interval": f"{prometheus.rate_interval_s}s"}
-
-
-def choices(prometheus: Prometheus, variable: Variable) -> list[str]:
-    return prometheus.label_values(fill(variable.selector, values(prometheus)), variable.label)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,14 @@ class Prometheus:
         """Grafana's $__rate_interval, for steps up to three scrapes long."""
         return 4 * self.scrape_interval_s
 
+    def wait_for_scrape(self, within_s: float = START_S) -> None:
+        """Raises StackError when no scrape has worked by then."""
+        deadline_s = time.monotonic() + within_s
+        while [one.values for one in self.query("up")] != [(1.0,)]:
+            if time.monotonic() > deadline_s:
+                raise StackError(f"{self.url}: no scrape has worked within {within_s:g} s")
+            time.sleep(0.1)
+
     def query(self, expr: str) -> list[Series]:
         """The present value of each series. Raises ValueError for an expression that Prometheus refuses."""
         found = self._get("query", query=expr)["result"]
@@ -52,8 +60,12 @@ class Prometheus:
         return [_series(one["metric"], one["values"]) for one in found]
 
     def label_values(self, selector: str, label: str) -> list[str]:
-        found = self._get("series", **{"match[]": selector})
-        return sorted({series[label] for series in found if label in series})
+        return sorted({series[label] for series in self.series(selector) if label in series})
+
+    def series(self, selector: str) -> list[dict[str, str]]:
+        """The labels of every series, __name__ among them."""
+        found: list[dict[str, str]] = self._get("series", **{"match[]": selector})
+        return found
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule with its name, type, query, health and lastError."""
@@ -98,7 +110,9 @@ def run_prometheus(target: str, folder: Path, interval_s: int = 1) -> Iterator[P
     with running(command, folder / "prometheus.log") as log:
         address = log.wait_for(r'msg="Listening on" address=(\S+)')[1]
         log.wait_for("Server is ready to receive web requests")
-        yield Prometheus(f"http://{address}", interval_s)
+        prometheus = Prometheus(f"http://{address}", interval_s)
+        prometheus.wait_for_scrape()
+        yield prometheus
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def observe(model: str, server_flags: list[str], seconds: float, logs: Path, pag
             answers = ", ".join(
                 f"{count} x {status or 'left'}" for status, count in sorted(traffic.statuses.items())
             )
-            note = f"nybble serve {model}, on a CPU; {seconds:g} s of load: {answers}"
+            note = f"nybble serve {model}, on a CPU; {seconds:g} s of load, answers: {answers}"
             return render(prometheus, start_s, time.time(), page, note)
 
 

@@ -181,7 +181,7 @@ class _Canvas:
         axes.set_facecolor("none")
         for side in axes.spines.values():
             side.set_visible(False)
-        axes.tick_params(length=0, labelsize=7.5, labelcolor=FAINT)
+        axes.tick_params(length=0, labelsize=7.5, labelcolor=FAINT, pad=6)
         return axes
 
 

@@ -33,6 +33,8 @@ def main() -> int:
     except StackError as error:
         print(f"observe: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     for panel in drawn:
         for expr in panel.missing:
             print(f"no data in {panel.panel.title!r}: {expr}")

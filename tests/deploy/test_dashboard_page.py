@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,11 @@ def test_a_heat_map_shows_each_bucket_alone() -> None:
     bounds, counts = cells
     assert bounds.tolist() == [0.1, math.inf]
     assert counts.tolist() == [[2, 0, 9], [3, 5, 0]]
+
+
+def test_observe_says_when_prometheus_is_not_installed(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(page.__file__).parent), "demo", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "observe: prometheus is not on PATH; on Debian: apt-get install prometheus\n"
+    assert not (tmp_path / "out").exists()

@@ -3,12 +3,14 @@
 #   PYTHON           the Python 3.11+ to build .venv on
 #   TORCH_SPEC       which torch (default torch==2.13.0, or the host's own ROCm or CUDA build where there is one)
 #   TORCH_INDEX_URL  the package index to take torch from, e.g. one with CPU or ROCm builds
-#   MODEL, ARGS      make serve MODEL=folder-or-hub-id ARGS="--port 8080 --dtype float32"
+#   MODEL, ARGS      make serve MODEL=folder-or-hub-id ARGS="--port 8080 --dtype float32"; the same of make observe, which
+#                    draws the dashboard of a server under load and needs Debian's prometheus
 #   PYTEST_ARGS      passed to pytest by every test target
 #
 # test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
 # test-fuzz, test-soak and test-lm-eval run for minutes: FUZZ_S and SOAK_S say how many seconds. audit needs a network.
-# test-packages runs the linear kernels that call a package of their own on that package, and nvrtc, which needs no GPU.
+# test-packages runs the linear kernels that call a package of their own on that package, and what nvrtc, which needs no
+# GPU, makes of csrc.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -29,11 +31,16 @@ ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
 
 LM_EVAL := "lm-eval[api]==0.4.13"
 
-.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve observe test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
 	@exec .venv/bin/nybble serve "$(MODEL)" $(ARGS)
+
+observe:
+	@command -v prometheus >/dev/null || { echo "observe: prometheus is not on PATH: apt-get install prometheus" >&2; exit 1; }
+	@$(READY) test dev
+	@.venv/bin/python deploy/observe "$(MODEL)" $(ARGS)
 
 test:
 	@$(READY) test
@@ -95,7 +102,7 @@ test-rdna:
 test-packages: build/packages/.installed
 	@$(READY) test
 	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py \
-		tests/kernels/native tests/service/test_warm.py $(PYTEST_ARGS)
+		tests/kernels/native tests/service/test_warm.py tests/cuda $(PYTEST_ARGS)
 
 build/packages/.installed: Makefile
 	@$(READY) test
@@ -117,6 +124,7 @@ lint:
 	.venv/bin/mypy
 	.venv/bin/mypy --strict .ci/venv.py .ci/report.py deploy/healthcheck.py
 	.venv/bin/hadolint deploy/Dockerfile
+	MYPYPATH=deploy/observe:.typing .venv/bin/mypy --strict deploy/grafana/build.py deploy/observe
 	$(if $(CSRC),.venv/bin/clang-format --dry-run --Werror $(CSRC))
 
 format:

@@ -82,6 +82,29 @@ def test_what_is_mounted_is_read_only_or_a_named_volume(name: str) -> None:
         assert rest.endswith(":ro") or source in COMPOSE["volumes"], mount
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_folders_that_are_mounted_are_there(name: str) -> None:
+    for mount in SERVICES[name]["volumes"]:
+        if mount.startswith("./"):
+            assert (DEPLOY / mount.partition(":")[0]).is_dir(), mount
+
+
+def test_prometheus_scrapes_and_grafana_reads_what_is_here() -> None:
+    mounts = dict(mount.split(":")[:2] for mount in SERVICES["prometheus"]["volumes"])
+    assert "--config.file=" + mounts["./prometheus"] + "/prometheus.yml" in SERVICES["prometheus"]["command"]
+    configuration = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))
+    targets = [t for job in configuration["scrape_configs"] for t in job["static_configs"][0]["targets"]]
+    assert targets == ["nybble:8000"]
+    (source,) = (DEPLOY / "grafana/provisioning/datasources").iterdir()
+    assert (
+        yaml.safe_load(source.read_text(encoding="utf-8"))["datasources"][0]["url"]
+        == "http://prometheus:9090"
+    )
+    (provider,) = (DEPLOY / "grafana/provisioning/dashboards").iterdir()
+    path = yaml.safe_load(provider.read_text(encoding="utf-8"))["providers"][0]["options"]["path"]
+    assert f"./grafana/dashboards:{path}:ro" in SERVICES["grafana"]["volumes"]
+
+
 def test_profiles_choose_the_variant_and_both_have_the_same_name() -> None:
     assert SERVICES["nybble"]["profiles"] == ["gpu"]
     assert SERVICES["nybble-cpu"]["profiles"] == ["cpu"]

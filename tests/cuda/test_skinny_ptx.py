@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ptx_emulator import Fault, Kernel, Memory
+from ptx_emulator import Kernel, Memory
 from weights import make_weight
 
 from nybble.kernels.linear import skinny

@@ -31,6 +31,7 @@ import pytest
 import tiny_tokenizer
 import yaml
 from http_fixtures import alive, parse_metrics
+from model_folders import prompts
 from under_load import (
     LONG,
     SHORT,
@@ -48,7 +49,10 @@ pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "ray"
+REAL_MODEL = ROOT / "tests" / "data" / "llama-ct-g32"
+REAL_SETTINGS = {"device": "cpu", "dtype": "float32", "lm_head": "keep", "threads": 1, "kv_cache_bytes": 8 << 20}
 PORT = 8000
+REPLICA, GATEWAY = "ServeReplica:nybble:Replica", "ServeReplica:nybble:Gateway"
 URL = f"http://127.0.0.1:{PORT}"
 START_S = 150.0
 CLONE_NEWNET = 0x40000000
@@ -93,12 +97,12 @@ def ours() -> list[int]:
     return found
 
 
-def pids(name: str) -> set[int]:
-    """Of the actors of a deployment: Ray sets their command lines."""
+def pids(title: str) -> set[int]:
+    """Of actors: Ray sets their command lines."""
     found = set()
     for pid in ours():
         with contextlib.suppress(OSError):
-            if f"ServeReplica:nybble:{name}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if f"ray::{title}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found
 
@@ -128,9 +132,14 @@ class Cluster:
         """`serve run` with the file that is shipped, for this machine and the fake engine."""
         config: dict[str, Any] = yaml.safe_load((DEPLOY / "serve.yaml").read_text())
         config["http_options"]["host"] = "127.0.0.1"
-        args = config["applications"][0]["args"]
-        args |= {"replicas": replicas, "gateways": 1, "cpus": 0, "engine_main": "fake_engine:main"}
-        args["settings"] = {"model": str(self.folder / "tiny"), "max_queue": 64}
+        (shipped,) = config["applications"]
+        fake = {"engine_main": "fake_engine:main", "settings": {"model": str(self.folder / "tiny")}}
+        args = {"replicas": replicas, "gateways": 1, "cpus": 0}
+        real = {"replicas": 1, "resources": {}, "settings": {"model": str(REAL_MODEL), **REAL_SETTINGS}}
+        config["applications"] = [
+            shipped | {"args": shipped["args"] | args | fake},
+            shipped | {"name": "real", "route_prefix": "/real", "args": args | real},
+        ]
         file = self.folder / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
         return self.start("serve", "run", "--address", "127.0.0.1:6379", str(file))
@@ -139,10 +148,6 @@ class Cluster:
         return "\n".join(log.read_text()[-3000:] for log in sorted(self.folder.glob("log*")))
 
     def stop(self) -> None:
-        for process in reversed(self.processes):
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
         while left := ours():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -177,7 +182,8 @@ def running() -> list[float]:
 
 def ready(replicas: int) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return len(metrics()) == replicas and httpx.get(f"{URL}/readyz").status_code == 200
+        states = [httpx.get(f"{URL}{prefix}/readyz").status_code for prefix in ("", "/real")]
+        return len(metrics()) == replicas and states == [200, 200]
     return False
 
 
@@ -263,6 +269,14 @@ def test_every_replica_has_metrics_of_its_own() -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
 
 
+def test_the_real_engine_answers() -> None:
+    expected = prompts(REAL_MODEL)[0]
+    asked = {"prompt": expected["input_ids"], "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    answer = httpx.post(f"{URL}/real/v1/completions", json=asked, timeout=START_S)
+    assert answer.json()["choices"][0]["token_ids"] == expected["greedy_ids"][:8]
+    assert len(answer.headers.get_list("x-request-id")) == 1
+
+
 def test_what_begins_alike_goes_to_the_same_replica() -> None:
     def served() -> Counter[str]:
         return Counter({name: int(one["nybble_requests_started_total"]) for name, one in metrics().items()})
@@ -284,7 +298,7 @@ def test_refusals_keep_the_words_of_the_service() -> None:
 
 @pytest.mark.parametrize("victim", ["replica", "engine"])
 def test_a_kill_loses_nothing_that_had_not_begun(victim: str) -> None:
-    replica = min(pids("Replica"))
+    replica = min(pids(REPLICA))
     engine = engine_of(replica)
     text = expected_text(URL)
 
@@ -305,17 +319,29 @@ def test_a_kill_loses_nothing_that_had_not_begun(victim: str) -> None:
 
 
 def test_a_stream_is_not_cut_off_silently_when_its_gateway_is_killed() -> None:
-    (gateway,) = pids("Gateway")
+    (gateway,) = pids(GATEWAY)
     with streaming(URL, 2) as readers:
         os.kill(gateway, signal.SIGKILL)
         assert set(map(how_it_ended, readers)) == {"broken"}
 
 
-def test_a_replica_that_is_taken_away_ends_what_it_has_begun(cluster: Cluster) -> None:
+def test_without_the_actor_that_keeps_prefixes_requests_are_routed() -> None:
+    for prefixes in pids("PrefixTreeActor"):
+        os.kill(prefixes, signal.SIGKILL)
     with streaming(URL, 6, SHORT) as readers:
-        assert min(running()) > 0
-        cluster.serve(1)
         assert set(map(how_it_ended, readers)) == {"done"}
-    wait(lambda: len(pids("Replica")) == 1 and ready(1), "one replica did not go")
-    cluster.serve(2)
-    wait(lambda: ready(2), "no second replica came")
+
+
+def test_a_replica_that_is_taken_away_ends_what_it_has_begun(cluster: Cluster) -> None:
+    """The last test: one replica is left after it."""
+    cluster.serve(1)
+    with contextlib.ExitStack() as stack:
+        readers = []
+        while len(targets()) == 2:
+            readers += stack.enter_context(streaming(URL, 1))
+            time.sleep(0.5)
+        # It gets nothing new, and is there until its streams have ended.
+        assert len(pids(REPLICA)) == 2
+        assert set(map(how_it_ended, readers)) == {"done"}
+    wait(lambda: len(pids(REPLICA)) == 1, "the replica did not go")
+    assert ready(1)

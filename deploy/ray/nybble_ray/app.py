@@ -11,10 +11,11 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import Headers
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message
 
 from nybble.service import server
+from nybble.service.api.middleware import REQUEST_ID
 from nybble.service.api.sse import EventStream
 from nybble.service.app import build_app
 from nybble.service.cli import find_model
@@ -177,7 +178,10 @@ class Exchange:
         streams = False
         while (message := await self._sent.get()) is not None:
             if message["type"] == "http.response.start":
-                streams = Headers(raw=message["headers"]).get("content-type", "").startswith(EVENT_STREAM)
+                headers = MutableHeaders(scope=message)
+                streams = headers.get("content-type", "").startswith(EVENT_STREAM)
+                # Ray's proxy says it, too.
+                del headers[REQUEST_ID]
             held.append(message)
             if streams and message["type"] == "http.response.body" and self._sent.empty():
                 yield held

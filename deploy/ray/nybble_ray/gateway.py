@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from nybble.service.api import sse
 from nybble.service.api.errors import error_of, respond_to
@@ -28,14 +28,14 @@ from nybble.service.errors import InvalidRequest, NybbleError, Unavailable
 from nybble.service.settings import Settings
 from nybble_ray.messages import Call, Part
 
-# Of these the first two are what another replica may have room or an engine for.
+# Another replica may have room, or an engine.
 RETRIED = (429, 503)
 TRIES = 3
 REPLICA = "replica"
 # Enough to tell conversations apart and to hold a system prompt; Ray's router keeps it.
 PROMPT_CHARS = 8192
-_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-_SCOPE += ("headers", "client", "server")
+# What of ASGI's scope can be pickled and means something elsewhere.
+_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "headers", "client", "server")
 
 Ask = Callable[[Call], AsyncGenerator[Part, None]]
 Replicas = Callable[[], Mapping[str, str]]
@@ -54,15 +54,15 @@ def build_gateway(
 
     async def targets(request: Request) -> Response:
         """Prometheus's http_sd: each replica is a target, asked through this gateway."""
-        here = request.headers.get("host", "")
-        return JSONResponse([_target(here, name, node) for name, node in sorted(replicas().items())])
+        here, path = request.headers.get("host", ""), request.url.path.removesuffix("/targets")
+        return JSONResponse([_target(here, path, name, node) for name, node in sorted(replicas().items())])
 
     routes = [Route("/metrics/targets", targets), Mount("/", app=forward)]
     return Starlette(routes=routes, middleware=[limit])
 
 
-def _target(here: str, replica: str, node: str) -> dict[str, Any]:
-    labels = {"__param_replica": replica, "instance": replica, "node": node}
+def _target(here: str, path: str, replica: str, node: str) -> dict[str, Any]:
+    labels = {"__metrics_path__": path, "__param_replica": replica, "instance": replica, "node": node}
     return {"targets": [here], "labels": labels}
 
 
@@ -106,15 +106,17 @@ class Forward:
             raise Unavailable("no replica is ready", code="loading")
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        error = Unavailable("the replica that worked on this request ended unexpectedly", code="engine_down")
-        for left in reversed(range(TRIES)):
+        lost = Unavailable("the replica that worked on this request ended unexpectedly", code="engine_down")
+        for left in reversed(range(1 if call.only else TRIES)):
             begun = False
             try:
                 async with contextlib.aclosing(self._ask(call)) as parts:
                     async for part in parts:
-                        if not begun and left and not call.only and part.status in RETRIED:
+                        if not begun and left and part.status in RETRIED:
                             call = replace(call, avoid=call.avoid | {part.replica})
                             break
+                        if call.only and part.replica != call.only:
+                            break  # it went away a moment ago
                         begun = True
                         for message in part.messages:
                             await send(message)
@@ -122,15 +124,15 @@ class Forward:
                         return
             except self._lost:
                 if begun:
-                    # The status line is gone: an error is the last event, and there is no [DONE].
-                    await send(_body(sse.event(error_of(error))))
-                    await send({**_body(b""), "more_body": False})
+                    await _end(send, lost)
                     return
-        await respond_to(error)(scope, receive, send)
+        await respond_to(lost)(scope, receive, send)
 
 
-def _body(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": True}
+async def _end(send: Send, error: NybbleError) -> None:
+    """Of a stream whose status line has gone out: an error is its last event, and no [DONE] follows."""
+    await send({"type": "http.response.body", "body": sse.event(error_of(error)), "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _read_call(scope: Scope, receive: Receive) -> Call:
@@ -142,8 +144,9 @@ async def _read_call(scope: Scope, receive: Receive) -> Call:
     query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     (only,) = query.pop(REPLICA, [""])[:1]
     passed: dict[str, Any] = {name: scope[name] for name in _SCOPE if name in scope}
-    # The replica's own routes know nothing of it, nor of where this application is mounted.
     passed["query_string"] = urlencode(query, doseq=True).encode()
+    # The service knows nothing of where it is mounted (route_prefix).
+    passed["path"] = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
     passed["root_path"] = ""
     return Call(passed, body, prompt_of(body), only=only)
 

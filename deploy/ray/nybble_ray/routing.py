@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
+from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
+    PrefixCacheAffinityRouter,
+)
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from nybble_ray import known

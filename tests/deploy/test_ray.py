@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import fcntl
 import json
@@ -50,7 +51,13 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "ray"
 REAL_MODEL = ROOT / "tests" / "data" / "llama-ct-g32"
-REAL_SETTINGS = {"device": "cpu", "dtype": "float32", "lm_head": "keep", "threads": 1, "kv_cache_bytes": 8 << 20}
+REAL_SETTINGS: dict[str, Any] = {
+    "model": str(REAL_MODEL),
+    "device": "cpu",
+    "dtype": "float32",
+    "lm_head": "keep",
+}
+REAL_SETTINGS |= {"threads": 1, "kv_cache_bytes": 8 << 20}
 PORT = 8000
 REPLICA, GATEWAY = "ServeReplica:nybble:Replica", "ServeReplica:nybble:Gateway"
 URL = f"http://127.0.0.1:{PORT}"
@@ -133,13 +140,17 @@ class Cluster:
         config: dict[str, Any] = yaml.safe_load((DEPLOY / "serve.yaml").read_text())
         config["http_options"]["host"] = "127.0.0.1"
         (shipped,) = config["applications"]
-        fake = {"engine_main": "fake_engine:main", "settings": {"model": str(self.folder / "tiny")}}
-        args = {"replicas": replicas, "gateways": 1, "cpus": 0}
-        real = {"replicas": 1, "resources": {}, "settings": {"model": str(REAL_MODEL), **REAL_SETTINGS}}
-        config["applications"] = [
-            shipped | {"args": shipped["args"] | args | fake},
-            shipped | {"name": "real", "route_prefix": "/real", "args": args | real},
-        ]
+        config["applications"] = [shipped, real := copy.deepcopy(shipped)]
+        shipped["args"] = {
+            "engine_main": "fake_engine:main",
+            "settings": {"model": str(self.folder / "tiny")},
+        }
+        real |= {"name": "real", "route_prefix": "/real", "args": {"settings": REAL_SETTINGS}}
+        for application, count in ((shipped, replicas), (real, 1)):
+            replica, gateway = application["deployments"]
+            replica["num_replicas"], gateway["num_replicas"] = count, 1
+            gateway["ray_actor_options"] = {"num_cpus": 0}
+            replica["ray_actor_options"]["num_cpus"] = 0
         file = self.folder / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
         return self.start("serve", "run", "--address", "127.0.0.1:6379", str(file))
@@ -210,7 +221,7 @@ def cluster() -> Iterator[Cluster]:
         try:
             start = ["ray", "start", "--head", "--block", "--port=6379", "--disable-usage-stats"]
             start += ["--include-dashboard=false", "--include-log-monitor=false", f"--temp-dir={folder}/ray"]
-            start += ["--object-store-memory=100000000", "--num-cpus=4", '--resources={"nybble_gpu": 2}']
+            start += ["--object-store-memory=100000000", "--num-cpus=4", '--resources={"nybble_gpu": 3}']
             running_cluster.start(*start)
             wait(lambda: listens(6379), "Ray did not start")
             running_cluster.serve(2)

@@ -1,4 +1,4 @@
-"""The deployments: `serve run --app-dir deploy/ray deploy/ray/serve.yaml`."""
+"""The deployments: `serve run serve.yaml`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
@@ -45,34 +45,26 @@ class Arguments(BaseModel):
 
     # As `nybble serve` has them: model, max_queue, ... What is not here comes from each host's NYBBLE_* variables.
     settings: dict[str, Any]
-    replicas: int = Field(1, ge=1)
-    # What a replica takes of a host; `ray start --resources` says what a host has.
-    resources: dict[str, float] = {"nybble_gpu": 1}
-    cpus: float = Field(1, ge=0)
-    gateways: int = Field(1, ge=1)
     engine_main: str = ENGINE_MAIN
 
 
 def build(fields: dict[str, Any]) -> serve.Application:
-    """fields: of Arguments. Raises ValueError or ConfigError for what is not accepted."""
+    """The application; `deployments` in serve.yaml says how many of each, and what a replica takes of a host.
+
+    fields: of Arguments. Raises ValueError or ConfigError for what is not accepted.
+    """
     args = Arguments.model_validate(fields)
     settings = load_settings(args.settings)
+    stop_s = settings.shutdown_timeout_s + STOP_S
     replica = Replica.options(
-        num_replicas=args.replicas,
-        max_ongoing_requests=settings.max_queue + SPARE_CALLS,
-        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + STOP_S,
-        ray_actor_options={"num_cpus": args.cpus, "resources": args.resources},
+        max_ongoing_requests=settings.max_queue + SPARE_CALLS, graceful_shutdown_timeout_s=stop_s
     )
-    gateway = Gateway.options(
-        num_replicas=args.gateways,
-        max_ongoing_requests=args.replicas * (settings.max_queue + SPARE_CALLS),
-        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + STOP_S,
-    )
-    bound = replica.bind(args.settings, args.engine_main)
-    return gateway.bind(args.settings, bound)
+    gateway = Gateway.options(graceful_shutdown_timeout_s=stop_s)
+    return gateway.bind(args.settings, replica.bind(args.settings, args.engine_main))
 
 
 @serve.deployment(
+    ray_actor_options={"num_cpus": 1, "resources": {"nybble_gpu": 1}},
     health_check_period_s=5,
     graceful_shutdown_wait_loop_s=0.5,
     request_router_config=RequestRouterConfig(
@@ -122,7 +114,7 @@ class Replica:
             await self._client.stop(server.ENGINE_EXIT_S)
 
 
-@serve.deployment(health_check_period_s=5, graceful_shutdown_wait_loop_s=0.5)
+@serve.deployment(max_ongoing_requests=4096, health_check_period_s=5, graceful_shutdown_wait_loop_s=0.5)
 @serve.ingress()
 class Gateway:
     """What Ray's HTTP proxies talk to. There once a replica is."""

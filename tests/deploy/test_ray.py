@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ import yaml
 from http_fixtures import alive, parse_metrics
 from model_folders import prompts
 from under_load import (
+    LIMIT_S,
     LONG,
     SHORT,
     Outcome,
@@ -329,11 +331,14 @@ def test_a_kill_loses_nothing_that_had_not_begun(victim: str) -> None:
     wait(lambda: not alive(engine), "the engine outlived its replica")
 
 
-def test_a_stream_is_not_cut_off_silently_when_its_gateway_is_killed() -> None:
+def test_what_a_gateway_takes_with_it_does_not_look_whole() -> None:
     (gateway,) = pids(GATEWAY)
-    with streaming(URL, 2) as readers:
+    with ThreadPoolExecutor() as pool, streaming(URL, 2) as readers:
+        waiting = pool.submit(httpx.post, f"{URL}/v1/completions", json=body(LONG), timeout=LIMIT_S)
+        wait(lambda: sum(running()) == 3, "the request did not arrive")
         os.kill(gateway, signal.SIGKILL)
         assert set(map(how_it_ended, readers)) == {"broken"}
+        assert waiting.result().status_code == 500
 
 
 def test_without_the_actor_that_keeps_prefixes_requests_are_routed() -> None:

@@ -134,6 +134,7 @@ lint:
 	.venv/bin/mypy
 	.venv/bin/mypy --strict .ci/venv.py .ci/report.py
 	MYPYPATH=deploy/observe:.typing .venv/bin/mypy --strict deploy/grafana/build.py deploy/observe
+	MYPYPATH=deploy/ray:.typing .venv/bin/mypy --strict deploy/ray/nybble_ray/gateway.py
 	$(if $(CSRC),.venv/bin/clang-format --dry-run --Werror $(CSRC))
 
 format:

@@ -282,6 +282,27 @@ def test_every_replica_has_metrics_of_its_own() -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
 
 
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_finds_every_replica(cluster: Cluster) -> None:
+    shipped = (DEPLOY / "prometheus.yml").read_text()
+    config = cluster.folder / "prometheus.yml"
+    config.write_text(
+        shipped.replace("gateway:8000", f"127.0.0.1:{PORT}") + "global: {scrape_interval: 1s}\n"
+    )
+    storage = f"--storage.tsdb.path={cluster.folder}/tsdb"
+    cluster.start("prometheus", f"--config.file={config}", "--web.listen-address=127.0.0.1:9090", storage)
+
+    def scraped() -> set[str]:
+        with contextlib.suppress(httpx.TransportError):
+            query = {"query": "nybble_requests_started_total and on (instance) up == 1"}
+            answer = httpx.get("http://127.0.0.1:9090/api/v1/query", params=query)
+            if answer.status_code == 200:
+                return {one["metric"]["instance"] for one in answer.json()["data"]["result"]}
+        return set()
+
+    wait(lambda: scraped() == targets().keys(), "not every replica was scraped")
+
+
 def test_the_real_engine_answers() -> None:
     expected = prompts(REAL_MODEL)[0]
     asked = {"prompt": expected["input_ids"], "temperature": 0, "max_tokens": 8, "return_token_ids": True}

@@ -29,8 +29,8 @@ from nybble_ray.messages import Call, Part
 
 # Beyond --max-queue, so that it is the service that says 429; scrapes and probes go in, too.
 SPARE_CALLS = 64
-# How much longer than a whole answer may take Ray waits for a replica that it stops.
-STOP_S = server.ENGINE_EXIT_S + 5.0
+# How much longer than --shutdown-timeout-s Ray waits for a replica that it stops: the slowest end of a stuck engine.
+STOP_S = 20.0
 # How much busier than the idlest a replica may be and still get what begins like its prompts.
 IMBALANCE = 2
 # How long the service may take to notice that a client has left before its work is cancelled.

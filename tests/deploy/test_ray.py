@@ -63,18 +63,19 @@ REAL_SETTINGS |= {"threads": 1, "kv_cache_bytes": 8 << 20}
 PORT = 8000
 REPLICA, GATEWAY = "ServeReplica:nybble:Replica", "ServeReplica:nybble:Gateway"
 URL = f"http://127.0.0.1:{PORT}"
-START_S = 150.0
+# For a machine that is busy with other things; 40 s is usual.
+START_S = 240.0
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 # In the environment of every process of the cluster, and of no other.
 MARK = f"NYBBLE_RAY_TEST={secrets.token_hex(8)}"
 
 
-def wait(condition: Callable[[], bool], what: str, limit_s: float = START_S) -> None:
-    deadline = time.monotonic() + limit_s
+def wait(condition: Callable[[], bool], what: str, logs: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + START_S
     while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+        assert time.monotonic() < deadline, f"{what}: {logs()}"
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -223,11 +224,11 @@ def cluster() -> Iterator[Cluster]:
         try:
             start = ["ray", "start", "--head", "--block", "--port=6379", "--disable-usage-stats"]
             start += ["--include-dashboard=false", "--include-log-monitor=false", f"--temp-dir={folder}/ray"]
-            start += ["--object-store-memory=100000000", "--num-cpus=4", '--resources={"nybble_gpu": 3}']
+            start += ["--object-store-memory=100000000", "--num-cpus=1", '--resources={"nybble_gpu": 3}']
             running_cluster.start(*start)
             wait(lambda: listens(6379), "Ray did not start")
             running_cluster.serve(2)
-            wait(lambda: ready(2), f"the replicas did not start: {running_cluster.logs()}")
+            wait(lambda: ready(2), "the replicas did not start", running_cluster.logs)
             yield running_cluster
         finally:
             running_cluster.stop()
@@ -242,7 +243,7 @@ def listens(port: int) -> bool:
 @pytest.fixture(autouse=True)
 def whole(cluster: Cluster) -> None:
     """Each test begins with two replicas that have nothing to do."""
-    wait(lambda: running() == [0, 0] and ready(2), f"not two idle replicas: {cluster.logs()}")
+    wait(lambda: running() == [0, 0] and ready(2), "not two idle replicas", cluster.logs)
 
 
 def test_the_first_event_comes_while_the_rest_is_made() -> None:

@@ -14,6 +14,8 @@ from nybble.service.doctor.host import Host
 from nybble.service.doctor.known import is_supported
 
 WIDTH = 110
+# What compose takes for a host without a GPU that Nybble is made for.
+CPU_PROFILE = "COMPOSE_PROFILES=cpu\nNYBBLE_ARCH=cpu"
 _WORDS = 8  # "warning" and a space
 _FIELDS = ("accepted", "change", "source")
 
@@ -80,7 +82,7 @@ def as_env(facts: Facts) -> tuple[str, str]:
         arch = gpu.arch if gpu else ""
         hint = f"the service needs HIP_VISIBLE_DEVICES={index}, too: its first GPU is another" if gpu else ""
     if not arch:
-        return "COMPOSE_PROFILES=cpu\nNYBBLE_ARCH=cpu", ""
+        return CPU_PROFILE, ""
     lines = ["COMPOSE_PROFILES=gpu", f"NYBBLE_ARCH={arch}"]
     render = _gid(facts.host, render_path(gpu) if gpu else "/dev/dri/renderD128", "render")
     if render is None:

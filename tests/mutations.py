@@ -450,6 +450,27 @@ FAULTS = (
         "return Parts.of(layer(h))",
         "tests/models/test_launches.py",
     ),
+    Fault(
+        "an APU's VRAM and GTT are added up",
+        "service/doctor/facts.py",
+        "return max(self.memory.vram_total_bytes, self.memory.gtt_total_bytes)",
+        "return self.memory.vram_total_bytes + self.memory.gtt_total_bytes",
+        "tests/service/test_doctor.py -k no_sum",
+    ),
+    Fault(
+        "pages of the mapping limit taken for MiB",
+        "service/doctor/known.py",
+        "PAGES_PER_GIB = GIB // 4096",
+        "PAGES_PER_GIB = GIB // (1 << 20)",
+        "tests/service/test_doctor.py -k 262144",
+    ),
+    Fault(
+        "the kernel's version counts more than the fix that it shows",
+        "service/doctor/facts.py",
+        "if rule.shown_by_cwsr:",
+        "if False:",
+        "tests/service/test_doctor.py -k at_whatever_version",
+    ),
 )
 
 

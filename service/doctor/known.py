@@ -39,7 +39,7 @@ CHIPS = (
     Chip("gfx1201", "Radeon RX 9070, AI PRO R9700", shared_memory=False, pci_ids=(0x7550, 0x7551)),
 )
 # Other chips that the kernels are made for, with the tiles of their family.
-FAMILIES = ("gfx11", "gfx12")
+FAMILIES = ("gfx11", "gfx120")
 # LLVM's AMDGPUUsage: APUs among them.
 SHARED_MEMORY = ("gfx1103", "gfx115")
 

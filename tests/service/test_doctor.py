@@ -745,3 +745,47 @@ def test_a_broken_torch_keeps_nothing_from_being_said(tmp_path: Path) -> None:
     done = doctor("--model", str(MODEL), PYTHONPATH=str(tmp_path))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.search(r"error\s+torch .*ImportError: no\s+good", done.stdout) and "not planned" in done.stdout
+
+
+# --- docs ---
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+WRITE_DOCS = os.environ.get("NYBBLE_WRITE_DOCS") == "1"
+
+
+def test_the_guide_shows_what_doctor_says(
+    halo: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With NYBBLE_WRITE_DOCS=1 the guide is written anew."""
+    total = count_warmed("gfx1151", ())[1]
+    monkeypatch.setattr("nybble.service.doctor.warmed.count_warmed", lambda arch, folders: (total, total))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/.cache")
+    said = as_text(examine(halo.facts()))
+    page = (DOCS / "strix-halo.md").read_text(encoding="utf-8")
+    block = re.compile(r"(?<=```text\n).*?(?=```)", re.DOTALL)
+    if WRITE_DOCS:
+        (DOCS / "strix-halo.md").write_text(block.sub(lambda _: said + "\n", page, count=1), encoding="utf-8")
+    else:
+        found_block = block.search(page)
+        assert found_block is not None and found_block[0] == said + "\n"
+    assert "".join(f"    {line}\n" for line in ENV.splitlines()) in page
+
+
+def test_the_guides_numbers_are_the_codes() -> None:
+    page = (DOCS / "strix-halo.md").read_text(encoding="utf-8")
+    assert f"GiB x {known.PAGES_PER_GIB}" in page
+    assert f"ttm.pages_limit={108 * known.PAGES_PER_GIB}" in page
+    assert proposed_gib(int(124.9 * GIB)) == 108
+
+
+def test_the_places_where_a_chip_is_added_are_there() -> None:
+    """Each file that the page names exists and has each name that the page says is in it; deploy/ has tests of its own."""
+    page = (DOCS / "adding-a-chip.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:csrc|kernels|service|tests|benchmarks)/[\w/.]+)`", page)
+    assert len(named) > 20 and [name for name in named if not (DOCS.parent / name).exists()] == []
+    for files, what in re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE):
+        for file in re.findall(r"`([\w/.]+\.py)`", files):
+            text = (DOCS.parent / file).read_text(encoding="utf-8")
+            for name in re.findall(r"`([A-Za-z_]+)`", what):
+                assert re.search(rf"\b{name}\b", text), (file, name)

@@ -3,7 +3,8 @@
 #   PYTHON           the Python 3.11+ to build .venv on
 #   TORCH_SPEC       which torch (default torch==2.13.0, or the host's own ROCm or CUDA build where there is one)
 #   TORCH_INDEX_URL  the package index to take torch from, e.g. one with CPU or ROCm builds
-#   MODEL, ARGS      make serve MODEL=folder-or-hub-id ARGS="--port 8080 --dtype float32"
+#   MODEL, ARGS      make serve MODEL=folder-or-hub-id ARGS="--port 8080 --dtype float32"; the same of make observe, which
+#                    draws the dashboard of a server under load and needs Debian's prometheus
 #   PYTEST_ARGS      passed to pytest by every test target
 #
 # test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
@@ -29,11 +30,16 @@ ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
 
 LM_EVAL := "lm-eval[api]==0.4.13"
 
-.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve observe test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
 	@exec .venv/bin/nybble serve "$(MODEL)" $(ARGS)
+
+observe:
+	@command -v prometheus >/dev/null || { echo "observe: prometheus is not on PATH: apt-get install prometheus" >&2; exit 1; }
+	@$(READY) test dev
+	@.venv/bin/python deploy/observe "$(MODEL)" $(ARGS)
 
 test:
 	@$(READY) test
@@ -65,6 +71,11 @@ build/lm-eval/.installed: Makefile
 	"$(PYTHON)" -m venv build/lm-eval
 	build/lm-eval/bin/pip install --quiet --disable-pip-version-check $(LM_EVAL)
 	touch $@
+
+# On a machine with a ROCm or CUDA GPU, whose kernels it compiles: many minutes the first time.
+test-gpu:
+	@$(READY) test
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
 
 test-deploy:
 	@$(READY) test dev
@@ -106,6 +117,7 @@ lint:
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/mypy --strict .ci/venv.py .ci/report.py
+	MYPYPATH=deploy/observe:.typing .venv/bin/mypy --strict deploy/grafana/build.py deploy/observe
 	$(if $(CSRC),.venv/bin/clang-format --dry-run --Werror $(CSRC))
 
 format:

@@ -38,6 +38,20 @@ LAYOUT_TESTS = "tests/kernels/test_skinny_layout.py"
 
 FAULTS = (
     Fault(
+        "a metric has another name than its alerts ask for",
+        "service/metrics.py",
+        'Metric("requests_waiting",',
+        'Metric("requests_queued",',
+        "tests/deploy/test_prometheus.py -k asks_for_what_is_exported",
+    ),
+    Fault(
+        "a label has another name than the dashboard asks for",
+        "service/metrics.py",
+        '"GEMM calls, by path and phase.", ("path", "phase"), _gemm_calls',
+        '"GEMM calls, by path and phase.", ("path", "kind"), _gemm_calls',
+        "tests/deploy/test_dashboard.py -k asks_for_what_is_exported",
+    ),
+    Fault(
         "the beginning of a cached prefix goes before its end",
         "service/engine/kv_blocks.py",
         "for block in reversed(blocks):",

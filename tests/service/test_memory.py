@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from gpu_sysfs import fake_gpu
 
 from nybble.service.errors import ConfigError
 from nybble.service.memory import (
@@ -147,16 +148,6 @@ def test_mem_available_is_read_and_its_absence_named(tmp_path):
         read_host_available(str(file))
     with pytest.raises(ConfigError, match="not readable"):
         read_host_available(str(tmp_path / "absent"))
-
-
-def fake_gpu(sysfs: Path, address: str, card: str, *values: int) -> None:
-    device = sysfs / "bus/pci/devices" / address
-    device.mkdir(parents=True)
-    names = [f"mem_info_{pool}_{what}" for pool in ("gtt", "vram") for what in ("used", "total")]
-    for name, value in zip(names, values, strict=True):
-        (device / name).write_text(f"{value}\n")
-    (sysfs / "class/drm" / card).mkdir(parents=True)
-    (sysfs / "class/drm" / card / "device").symlink_to(device)
 
 
 def test_the_drivers_own_figures(tmp_path: Path) -> None:

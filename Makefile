@@ -77,9 +77,13 @@ test-gpu:
 	@$(READY) test
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
 
-test-deploy:
+test-deploy: build/quadlet/quadlet
 	@$(READY) test dev
 	$(PYTEST) -m deploy tests/deploy $(PYTEST_ARGS)
+
+# Where it cannot be had, the tests that run it say so and are left out.
+build/quadlet/quadlet: .ci/quadlet.sh
+	-bash .ci/quadlet.sh build/quadlet
 
 audit:
 	@$(READY) test dev

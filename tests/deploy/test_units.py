@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 SERVICE = DEPLOY / "systemd/nybble.service"
 CONTAINER = DEPLOY / "quadlet/nybble.container"
-QUADLETS = (Path("/usr/libexec/podman/quadlet"), ROOT / "build/quadlet/usr/libexec/podman/quadlet")
+QUADLETS = (Path("/usr/libexec/podman/quadlet"), ROOT / "build/quadlet/quadlet")
 # systemd's scale goes from 0, closed, to 10. Debian 12's systemd gives 1.8; half a point is for other versions' measures.
 MOST_EXPOSURE = 2.3
 # [Container] keys of podman 4.6 (podman-systemd.unit.5), which is what the unit says it needs.

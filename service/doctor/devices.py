@@ -5,7 +5,7 @@ from __future__ import annotations
 from nybble.service.doctor import known
 from nybble.service.doctor.facts import Facts
 from nybble.service.doctor.findings import Finding, error, note, ok, warning
-from nybble.service.doctor.gpus import Gpu
+from nybble.service.doctor.gpus import Gpu, PciDevice
 from nybble.service.doctor.host import Host, Node
 
 KFD = "/dev/kfd"
@@ -13,30 +13,29 @@ _ACCEPTED_CHIPS = ", ".join(f"{chip.arch} ({chip.product})" for chip in known.CH
 
 
 def chip(facts: Facts) -> Finding:
-    if facts.gpus:
-        return _listed(facts)
-    if facts.pci:
-        return _not_listed(facts)
-    if facts.torch.gpus:
+    if facts.torch.gpus and facts.torch.build != "ROCm":
         first = facts.torch.gpus[0]
-        return note(f"{first.name} ({first.arch}), seen by torch alone", f"AMD: {_ACCEPTED_CHIPS}")
+        return note(
+            f"{first.name} ({first.arch}), by a torch for {facts.torch.build}", f"AMD: {_ACCEPTED_CHIPS}"
+        )
+    if facts.gpu:
+        return _supported(facts, facts.gpu)
+    if facts.first:
+        return _unsupported(facts, facts.first)
+    if facts.gpus:
+        hidden = ", ".join(f"{name}={value}" for name, value in facts.selections.items())
+        return error(f"no GPU is left by {hidden}", "the number of a GPU, from 0 on", f"unset {hidden}")
+    if facts.pci:
+        return _not_listed(facts.pci[0])
     return note("no AMD GPU: Nybble runs on the CPU here", _ACCEPTED_CHIPS)
 
 
-def _listed(facts: Facts) -> Finding:
-    gpu = facts.gpu
-    if gpu is None:
-        hidden = ", ".join(f"{name}={value}" for name, value in facts.selections.items())
-        return error(f"no GPU is left by {hidden}", "the number of a GPU, from 0 on", f"unset {hidden}")
-    also = [other.arch for other in facts.gpus if other is not gpu]
-    beside = f", beside {', '.join(also)}" if also else ""
-    if not known.is_supported(gpu.arch):
-        return _unsupported(facts, gpu, beside)
+def _supported(facts: Facts, gpu: Gpu) -> Finding:
     tuned = known.chip_of(gpu.arch)
     product = tuned.product if tuned else "tiles of its family, not tuned"
-    told = f"{gpu.arch} ({product}), {gpu.compute_units} CUs, at {gpu.pci_address}{beside}"
+    told = f"{gpu.arch} ({product}), {gpu.compute_units} CUs, at {gpu.pci_address}{_beside(facts, gpu)}"
     torch_gpus = facts.torch.gpus
-    if torch_gpus and torch_gpus[0].arch.startswith("gfx") and torch_gpus[0].arch != gpu.arch:
+    if torch_gpus and torch_gpus[0].arch != gpu.arch:
         return warning(
             f"{told}; to torch it is {torch_gpus[0].arch}",
             "the same from the kernel and from torch",
@@ -45,23 +44,32 @@ def _listed(facts: Facts) -> Finding:
     return ok(told, _ACCEPTED_CHIPS) if tuned else note(told, _ACCEPTED_CHIPS)
 
 
-def _unsupported(facts: Facts, gpu: Gpu, beside: str) -> Finding:
+def _unsupported(facts: Facts, gpu: Gpu) -> Finding:
+    told = f"the first GPU is {gpu.arch}{_beside(facts, gpu)}: Nybble is not made for it"
     better = next((i for i, other in enumerate(facts.gpus) if known.is_supported(other.arch)), None)
-    change = (
-        "serve with --device cpu"
-        if better is None
-        else f"HIP_VISIBLE_DEVICES={better} chooses {facts.gpus[better].arch}"
-    )
-    return warning(
-        f"torch's first GPU is {gpu.arch}{beside}: the kernels are not made for it", _ACCEPTED_CHIPS, change
-    )
+    if better is not None:
+        change = f"HIP_VISIBLE_DEVICES={better} chooses {facts.gpus[better].arch}"
+        return warning(told, _ACCEPTED_CHIPS, change)
+    if facts.torch.gpus:
+        return warning(told, _ACCEPTED_CHIPS, "serve with --device cpu")
+    return note(f"{told}, and runs on the CPU here", _ACCEPTED_CHIPS)
 
 
-def _not_listed(facts: Facts) -> Finding:
-    device = facts.pci[0]
+def _beside(facts: Facts, gpu: Gpu) -> str:
+    others = [other.arch for other in facts.gpus if other is not gpu]
+    return f", beside {', '.join(others)}" if others else ""
+
+
+def _not_listed(device: PciDevice) -> Finding:
+    """A GPU on the bus, no compute node."""
     chip_ = known.chip_of_pci(device.device_id)
-    what = f"{chip_.arch} ({chip_.product})" if chip_ else f"an AMD GPU 1002:{device.device_id:04x}"
-    where = f"{what} at {device.address}"
+    if chip_ is None:
+        return note(
+            f"an AMD GPU 1002:{device.device_id:04x} at {device.address} (driver {device.driver or 'none'}) that the kernel "
+            "does not list for compute: Nybble runs on the CPU here",
+            _ACCEPTED_CHIPS,
+        )
+    where = f"{chip_.arch} ({chip_.product}) at {device.address}"
     if device.driver not in ("", "amdgpu"):
         return error(
             f"{where} belongs to the driver {device.driver}",
@@ -72,7 +80,7 @@ def _not_listed(facts: Facts) -> Finding:
         return error(
             f"{where} has the driver amdgpu, but the kernel lists no compute node",
             "a kernel whose amdkfd knows the chip",
-            "install a newer kernel; `dmesg | grep -i kfd` says why. In a container: give it /dev/kfd and /sys",
+            "in a container or unit: let it have /dev/kfd; else install a newer kernel, and see `dmesg | grep -i kfd`",
         )
     return error(
         f"{where} has no driver",
@@ -83,7 +91,7 @@ def _not_listed(facts: Facts) -> Finding:
 
 def driver(facts: Facts) -> Finding | None:
     """amdgpu, from the kernel or from AMD's DKMS package, and what on the command line keeps it from working."""
-    if not (facts.gpus or facts.pci):
+    if not facts.arch:
         return None
     host = facts.host
     if "nomodeset" in host.command_line:

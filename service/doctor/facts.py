@@ -70,10 +70,15 @@ class Facts:
         return read_pci(self.host)
 
     @cached_property
-    def gpu(self) -> Gpu | None:
-        """The compute node that torch's first GPU is: what `serve` takes."""
+    def first(self) -> Gpu | None:
+        """The compute node that is a ROCm torch's first GPU: what `serve` takes."""
         visible = self.visible
         return visible[0] if visible else None
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The same where Nybble is made for it, else None: then nothing that is about AMD's GPUs matters here."""
+        return self.first if self.first and known.is_supported(self.first.arch) else None
 
     @property
     def visible(self) -> tuple[Gpu, ...]:
@@ -123,7 +128,7 @@ class Facts:
     def arch(self) -> str:
         """Of the GPU that `serve` takes, as far as the kernel alone can tell; "" for none that Nybble is made for."""
         if self.gpus:
-            return self.gpu.arch if self.gpu and known.is_supported(self.gpu.arch) else ""
+            return self.gpu.arch if self.gpu else ""
         chips = (known.chip_of_pci(device.device_id) for device in self.pci)
         return next((chip.arch for chip in chips if chip), "")
 

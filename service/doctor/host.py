@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# sysfs and procfs files are small; what is longer is something else.
-_MOST_BYTES = 4 << 20
+# The longest file that is read is dpkg's list of packages, some megabytes.
+_MOST_BYTES = 64 << 20
 _NUMBER = re.compile(r"(0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20})", re.ASCII)
 
 

@@ -21,18 +21,31 @@ def plan_for(facts: Facts) -> Finding:
     """Never loads, fetches or converts anything."""
     folder = local_folder(facts.model)
     if folder is None:
-        return note(
-            f"{facts.model} is not on this machine yet, so there is nothing to plan with",
-            "a model folder, `demo` or a hub id that was served before",
-            "fetch it (`hf download`) or serve it once",
-        )
+        return _not_here(facts.model)
     try:
-        target, device = _device(facts)
-        needs = _needs(folder, target, device)
+        config = load_settings({"model": facts.model}).engine_config(str(folder))
+        target, device = _device(facts, config.device)
+        with open_checkpoint(folder) as checkpoint:
+            needs = needs_before_loading(config, checkpoint, target, device)
         plan = make_plan(_readings(facts, target), needs)
     except (CheckpointError, ConfigError) as problem:
         return error(problem.message, "a model that fits", "as the sentence says")
     return ok(_told(plan, needs, target))
+
+
+def _not_here(model: str) -> Finding:
+    accepted = "a model folder, `demo` or a hub id that was served before"
+    if model == DEMO or HUB_ID.fullmatch(model):
+        return note(
+            f"{model} has not been fetched yet", accepted, "`hf download` it or serve it once, then ask again"
+        )
+    if Path(model).suffix == ".gguf":
+        return note(
+            f"{model} is planned from the folder that it is converted to",
+            accepted,
+            "serve it once; then give the folder in ~/.cache/nybble/gguf",
+        )
+    return error(f"{model}: no folder with a config.json", accepted, "correct --model")
 
 
 def local_folder(model: str) -> Path | None:
@@ -61,16 +74,12 @@ def _in_hub_cache(model: str) -> Path | None:
         return None
 
 
-def _device(facts: Facts) -> tuple[Target, torch.device]:
+def _device(facts: Facts, asked: str) -> tuple[Target, torch.device]:
     """The device that `serve` would take: torch's first GPU, or the chip that the kernel lists, else the CPU."""
     arch = facts.torch.gpus[0].arch if facts.torch.gpus else facts.arch if facts.gpu else ""
-    return (offline_target(arch), torch.device("cuda")) if arch else (cpu_target(), torch.device("cpu"))
-
-
-def _needs(folder: Path, target: Target, device: torch.device) -> MemoryNeeds:
-    config = load_settings({"model": str(folder)}).engine_config(str(folder))
-    with open_checkpoint(folder) as checkpoint:
-        return needs_before_loading(config, checkpoint, target, device)
+    if asked == "cpu" or not arch:
+        return cpu_target(), torch.device("cpu")
+    return offline_target(arch), torch.device("cuda")
 
 
 def _readings(facts: Facts, target: Target) -> Readings:

@@ -77,7 +77,7 @@ def as_env(facts: Facts) -> tuple[str, str]:
     node /dev/dri/card*: a container that has both may open all it needs, on whichever distribution.
     """
     gpu, arch, hint = facts.gpu, facts.arch, ""
-    if gpu is not None and not arch:
+    if facts.first is not None and not arch:
         index, gpu = next(((i, g) for i, g in enumerate(facts.gpus) if is_supported(g.arch)), (0, None))
         arch = gpu.arch if gpu else ""
         hint = f"the service needs HIP_VISIBLE_DEVICES={index}, too: its first GPU is another" if gpu else ""

@@ -153,28 +153,22 @@ def override(facts: Facts) -> Finding | None:
     if value is None:
         return None
     change = f"unset {OVERRIDE}"
-    if not value.strip():
-        return warning(
-            f"{OVERRIDE} is set to nothing, which older ROCm takes for gfx000",
-            "unset",
-            change,
-            known.EMPTY_OVERRIDE,
-        )
     gpu = facts.gpu
     if gpu is None:
-        return note(f"{OVERRIDE}={value}, without an AMD GPU here")
+        return note(f"{OVERRIDE}={value}, without a GPU here that Nybble is made for", change=change)
+    if not value.strip():
+        found = f"{OVERRIDE} is set to nothing, which older ROCm takes for gfx000"
+        return warning(found, "unset", change, known.EMPTY_OVERRIDE)
     taken = _override_arch(value)
     if taken == gpu.arch:
         return note(f"{OVERRIDE}={value} is what the chip is anyway", change=change)
-    if known.is_supported(gpu.arch):
-        return error(
-            f"{OVERRIDE}={value} makes a {gpu.arch} pass for {taken or 'something else'}: code for another chip crashes "
-            "the GPU, at times the kernel",
-            "unset: ROCm and Nybble's kernels know this chip",
-            change,
-            known.OVERRIDE_ISSUE,
-        )
-    return warning(f"{OVERRIDE}={value} on {gpu.arch}", "unset", change, known.OVERRIDE_ISSUE)
+    return error(
+        f"{OVERRIDE}={value} makes a {gpu.arch} pass for {taken or 'something else'}: code for another chip crashes "
+        "the GPU, at times the kernel",
+        "unset: ROCm and Nybble's kernels know this chip",
+        change,
+        known.OVERRIDE_ISSUE,
+    )
 
 
 def _override_arch(value: str) -> str:
@@ -184,7 +178,7 @@ def _override_arch(value: str) -> str:
 
 
 def hipblaslt(facts: Facts) -> Finding | None:
-    """What 16-bit GEMMs run on: the output head, a few rows at a time, and dense copies in prefill where they are on."""
+    """What 16-bit GEMMs run on: the output head, and dense copies in prefill where they are on."""
     if facts.gpu is None or facts.torch.build != "ROCm" or not facts.torch.blas:
         return None
     if facts.torch.blas == "cublaslt":
@@ -194,7 +188,8 @@ def hipblaslt(facts: Facts) -> Finding | None:
     change = "TORCH_BLAS_PREFER_HIPBLASLT=1"
     if copies == "disabled":
         return note(
-            f"{told}: they are the output head alone, which reads memory either way (dense copies are off)",
+            f"{told}: they are the output head, and layers that the model has in 16 bits, a few rows at a time in decode "
+            "(dense copies are off)",
             change=f"{change}, if you turn --dense-copies on",
             source=known.BLAS_ISSUE,
         )
@@ -214,7 +209,7 @@ def settings(facts: Facts) -> Finding | None:
     """The NYBBLE_* variables that `serve` would read."""
     given = sorted(name for name in facts.host.environ if name.startswith("NYBBLE_"))
     try:
-        load_settings({"model": "checked-elsewhere"})
+        load_settings({"model": "checked-elsewhere"}).key_digests()
     except ConfigError as problem:
         return error(problem.message, "see `nybble serve --help`", "correct or unset the variable")
     return ok(", ".join(given)) if given else None

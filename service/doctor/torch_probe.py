@@ -45,21 +45,24 @@ def probe_torch(command: list[str] | None = None, limit_s: float = LIMIT_S) -> T
     """Ask a fresh Python. command: what to run instead, for tests."""
     command = command or [sys.executable, "-P", "-m", "nybble.service.doctor.torch_probe"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
         )
-    except subprocess.TimeoutExpired:
-        return Torch(problem=f"`import torch` had not ended after {limit_s:g} s")
     except OSError as error:
         return Torch(problem=f"{command[0]} does not start: {error}")
-    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: what hangs inside the driver cannot be ended
+        return Torch(problem=f"`import torch` had not ended after {limit_s:g} s")
+    said = [line for line in out.splitlines() if line.startswith(_MARK)]
     try:
         answer = json.loads(said[-1].removeprefix(_MARK))
         gpus = tuple(TorchGpu(**gpu) for gpu in answer.pop("gpus"))
         return Torch(gpus=gpus, **answer)
     except (IndexError, ValueError, TypeError, KeyError, AttributeError):
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        lines = [line.strip() for line in err.splitlines() if line.strip()]
+        how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         return Torch(problem=f"`import torch` ended with {how}: {lines[-1][:300] if lines else 'no message'}")
 
 

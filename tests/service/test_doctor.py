@@ -26,7 +26,7 @@ from nybble.service.doctor.gpus import arch_name, read_gpus
 from nybble.service.doctor.host import Host, Node, read_node, version_numbers
 from nybble.service.doctor.memory_checks import proposed_gib
 from nybble.service.doctor.plan import local_folder
-from nybble.service.doctor.report import as_env, as_json, as_text
+from nybble.service.doctor.report import CPU_PROFILE, as_env, as_json, as_text
 from nybble.service.doctor.torch_probe import Torch, TorchGpu, probe_torch
 from nybble.service.doctor.warmed import count_warmed
 from nybble.service.engine.load import build_engine
@@ -189,6 +189,12 @@ def test_settings_count_in_the_plan(halo: FakeHost, monkeypatch: pytest.MonkeyPa
     assert told.startswith("error | not enough memory: host available 118.00 GiB, device 107.90 GiB")
 
 
+def test_a_plan_for_the_cpu_of_a_machine_with_a_gpu(halo: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "on gfx1151: budget" in found(halo, "plan", str(MODEL))
+    monkeypatch.setenv("NYBBLE_DEVICE", "cpu")
+    assert "gfx1151" not in found(halo, "plan", str(MODEL))
+
+
 def test_without_torchs_word_the_drivers_figures_are_planned_with(
     halo: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,13 +203,22 @@ def test_without_torchs_word_the_drivers_figures_are_planned_with(
     assert "device 108.00 GiB" in found(halo, "plan", str(MODEL))
 
 
-@pytest.mark.parametrize("model", ["demo", "org/never-fetched", "/no/such/folder", "no\0name"])
-def test_nothing_is_fetched_for_a_plan(model: str, halo: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("demo", "note | demo has not been fetched yet"),
+        ("org/never-fetched", "note | org/never-fetched has not been fetched yet"),
+        ("/some/model.gguf", "note | /some/model.gguf is planned from the folder that it is converted to"),
+        ("/no/such/folder", "error | /no/such/folder: no folder with a config.json"),
+        ("no\0name", "error | "),
+    ],
+)
+def test_nothing_is_fetched_for_a_plan(
+    model: str, says: str, halo: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(halo.root / "hub"))
     assert local_folder(model) is None
-    assert found(halo, "plan", model).startswith("note") and "not on this machine" in found(
-        halo, "plan", model
-    )
+    assert found(halo, "plan", model).startswith(says)
 
 
 def test_a_folder_that_cannot_be_served_is_named(tmp_path: Path, halo: FakeHost) -> None:
@@ -304,13 +319,40 @@ def two_gpus(tmp_path: Path) -> FakeHost:
 
 def test_the_first_gpu_is_what_is_served_on(tmp_path: Path) -> None:
     host = two_gpus(tmp_path)
-    assert "gfx1036, beside gfx1100: the kernels are not made for it" in found(host, "chip")
+    assert "gfx1036, beside gfx1100: Nybble is not made for it" in found(host, "chip")
     assert "HIP_VISIBLE_DEVICES=1 chooses gfx1100" in found(host, "chip")
     lines, hint = as_env(host.facts())
     assert "NYBBLE_ARCH=gfx1100" in lines and "HIP_VISIBLE_DEVICES=1" in hint
     host.environ["HIP_VISIBLE_DEVICES"] = "1"
     assert found(host, "chip").startswith("ok | gfx1100") and as_env(host.facts())[1] == ""
     assert found(host, "render node").startswith("ok | /dev/dri/renderD129")
+
+
+def test_a_processors_small_gpu_asks_for_nothing(tmp_path: Path) -> None:
+    """A desktop without a card: torch for the CPU is right there, whatever the groups, the firmware or the GTT."""
+    host = two_gpus(tmp_path)
+    shutil.rmtree(tmp_path / "sys/class/kfd/kfd/topology/nodes/2")
+    host.nodes.clear()
+    host.torch, host.packages = Torch(version="2.13.0+cpu"), {}
+    host.environ["HSA_OVERRIDE_GFX_VERSION"] = "10.3.0"
+    report = examine(host.facts())
+    assert severities(report) == {"chip": "note", "memory": "ok", "torch": "ok", "GFX override": "note"}
+    assert as_env(host.facts()) == (CPU_PROFILE, "")
+    fake_host.with_rocm(host, "gfx1036")
+    assert found(host, "chip").startswith("warning") and "--device cpu" in found(host, "chip")
+
+
+def test_a_card_of_nvidia_beside_it(tmp_path: Path) -> None:
+    host = two_gpus(tmp_path)
+    host.torch = Torch(version="2.13.0", cuda="13.0", gpus=(TorchGpu("NVIDIA H200", "sm_90", 1, 1),))
+    assert found(host, "chip").startswith("note | NVIDIA H200 (sm_90), by a torch for CUDA")
+
+
+def test_a_gpu_that_is_not_known_and_not_listed(halo: FakeHost) -> None:
+    shutil.rmtree(halo.root / "sys/class/kfd")
+    next(halo.root.glob("sys/bus/pci/devices/*/device")).write_text("0x6779\n")
+    assert found(halo, "chip").startswith("note | an AMD GPU 1002:6779 at 0000:c5:00.0 (driver amdgpu)")
+    assert as_env(halo.facts()) == (CPU_PROFILE, "")
 
 
 @pytest.mark.parametrize(
@@ -537,6 +579,7 @@ ENV = f"COMPOSE_PROFILES=gpu\nNYBBLE_ARCH=gfx1151\nNYBBLE_RENDER_GID={RENDER}\nN
 def test_the_env_file(halo: FakeHost, tmp_path: Path) -> None:
     assert as_env(halo.facts()) == (ENV, "")
     assert as_env(fake_host.bare_vm(tmp_path / "vm").facts()) == ("COMPOSE_PROFILES=cpu\nNYBBLE_ARCH=cpu", "")
+    assert CPU_PROFILE == "COMPOSE_PROFILES=cpu\nNYBBLE_ARCH=cpu"
 
 
 @pytest.mark.parametrize(
@@ -615,8 +658,11 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_whatever_a_file_is_each_check_says_something(kind: str, tmp_path: Path) -> None:
+def test_whatever_a_file_is_each_check_says_something(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file of a machine in turn, and then all of them."""
+    monkeypatch.setattr("nybble.service.doctor.warmed.count_warmed", lambda arch, folders: (0, 144))
     host = fake_host.strix_halo(tmp_path)
     host.write("/var/lib/dpkg/status", "Package: linux-firmware\nStatus: install ok installed\nVersion: 1\n")
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink())
@@ -700,6 +746,11 @@ def test_a_torch_that_breaks(code: str, problem: str) -> None:
 def test_a_torch_that_hangs_or_is_not_there() -> None:
     assert "had not ended" in probe_torch([sys.executable, "-c", "import time; time.sleep(60)"], 0.5).problem
     assert "does not start" in probe_torch(["/no/such/python"]).problem
+
+
+def test_the_env_file_needs_no_torch(halo: FakeHost) -> None:
+    facts = replace(halo.facts(), ask_torch=lambda: pytest.fail("torch was asked"))
+    assert as_env(facts) == (ENV, "")
 
 
 def test_what_else_is_printed_does_no_harm() -> None:

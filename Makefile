@@ -9,7 +9,8 @@
 #
 # test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
 # test-fuzz, test-soak and test-lm-eval run for minutes: FUZZ_S and SOAK_S say how many seconds. audit needs a network.
-# test-packages runs the linear kernels that call a package of their own on that package, and nvrtc, which needs no GPU.
+# test-packages runs the linear kernels that call a package of their own on that package, and what nvrtc, which needs no
+# GPU, makes of csrc.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -100,7 +101,7 @@ test-rdna:
 test-packages: build/packages/.installed
 	@$(READY) test
 	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py \
-		tests/kernels/native tests/service/test_warm.py $(PYTEST_ARGS)
+		tests/kernels/native tests/service/test_warm.py tests/cuda $(PYTEST_ARGS)
 
 build/packages/.installed: Makefile
 	@$(READY) test

@@ -119,9 +119,9 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
     from nybble.kernels.attention import choose
     from nybble.kernels.host_memory import kept_blocks
     from nybble.kernels.target import default_device, detect, shares_host_memory, usable_cores
+    from nybble.kernels.threads import single_steps
     from nybble.service.checkpoints import open_checkpoint
     from nybble.service.checkpoints.prepacked import prepack, prepacked_layout
-    from nybble.kernels.threads import single_steps
     from nybble.service.engine.load import head_quantizer
     from nybble.service.malloc import large_blocks_go_back
     from nybble.service.models import load, read_config

@@ -203,6 +203,8 @@ def open_source(src: Path) -> Source:
 
 def refuse_filled(dst: Path) -> None:
     """Raises CheckpointError when dst is anything but absent or an empty folder that can be replaced."""
+    if dst.is_symlink():
+        raise CheckpointError(f"{dst}: a link that leads to itself; remove it or choose another name")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(
             f"{dst}: already exists and is not an empty folder; remove it or choose another name"

@@ -81,7 +81,7 @@ REFUSED = {
     "a path that is too long": "cannot be made from .*File name too long",
     "below a file": "cannot be made from .*File exists",
     "where nothing can be made": "cannot be made from ",
-    "a link that leads to itself": "cannot be made from .*Too many levels of symbolic links",
+    "a link that leads to itself": "a link that leads to itself; remove it",
     "a folder that is not empty": "already exists and is not an empty folder",
     "the source itself": "already exists and is not an empty folder",
     "a disk that is full": "cannot be made from .*(too large|os error 27).*free some space",

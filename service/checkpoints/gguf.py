@@ -153,7 +153,8 @@ Kind = tuple[Callable[[object], bool], str]
 TEXT: Kind = (_is_text, "a text")
 KINDS: tuple[tuple[tuple[str, ...], Kind], ...] = (
     ((".model", ".pre", ".chat_template", ".architecture", "rope.scaling.type"), TEXT),
-    ((".tokens", ".merges"), (_all_are(_is_text), "a list of texts")),
+    ((".tokens",), (lambda value: bool(value) and _all_are(_is_text)(value), "a list of texts")),
+    ((".merges",), (_all_are(_is_text), "a list of texts")),
     ((".token_type", ".scores"), (_all_are(_is_number), "a list of numbers")),
     (
         (".add_bos_token", ".add_eos_token", ".add_space_prefix", ".remove_extra_whitespaces"),
@@ -200,6 +201,7 @@ class GgufSource:
             ) from error
         self._fields = self._reader.fields
         self._arch = ""
+        self._refuse_overlaps()
         with well_formed(str(path)):
             if self._get("split.count", 1) > 1:
                 raise self._refused(
@@ -213,6 +215,17 @@ class GgufSource:
             self._factors = {t.name: t for t in self._reader.tensors if t.name in factors}
             self._tensors = {self._hf_name(t.name): t for t in self._reader.tensors if t.name not in factors}
             self.config = self._config()
+
+    def _refuse_overlaps(self) -> None:
+        """Two tensors in the same bytes: one of the offsets is damaged."""
+        end = 0
+        for t in sorted(self._reader.tensors, key=lambda t: (int(t.data_offset), int(t.n_bytes))):
+            if int(t.data_offset) < end:
+                raise CheckpointError(
+                    f"{self.path}: tensor {t.name} begins at byte {int(t.data_offset)}, within the tensor before it; "
+                    "fetch the file again"
+                )
+            end = int(t.data_offset) + int(t.n_bytes)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -286,7 +299,9 @@ class GgufSource:
     def _get(self, key: str, *default: Any) -> Any:
         field = self._fields.get(key)
         if field is not None:
-            return self._checked(key, field.contents())
+            with well_formed(f"{self.path}: {key}"):
+                value = field.contents()
+            return self._checked(key, value)
         if default:
             return default[0]
         raise CheckpointError(f"{self.path}: no key {key}; {OTHER_WAY}")

@@ -263,6 +263,7 @@ class Metrics:
 
     model_name: str
     snapshot: Callable[[], Snapshot]
+    aliases: bool = True
     registry: prometheus_client.CollectorRegistry = field(
         default_factory=lambda: prometheus_client.CollectorRegistry(auto_describe=False)
     )
@@ -317,7 +318,7 @@ class Metrics:
         for metric in METRICS:
             family = self._read(metric, snapshot) if metric.read is not None else self._collect(metric)
             yield family
-            for alias in metric.aliases:
+            for alias in metric.aliases if self.aliases else ():
                 yield self._alias(metric, alias, family)
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:

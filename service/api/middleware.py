@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nybble.service.api.errors import REJECTIONS, respond_to
+from nybble.service.api.errors import REJECTIONS, internal_error, respond_to
 from nybble.service.errors import BodyTimeout, BodyTooLarge, NybbleError, Unavailable
 from nybble.service.logs import with_fields
 
@@ -139,7 +139,7 @@ class Faults:
             if begun or scope["type"] != "http":
                 raise
             logger.exception("request %s: an internal error", scope["state"]["request_id"])
-            await respond_to(NybbleError("an internal error; the server's log has it"))(scope, receive, send)
+            await respond_to(internal_error())(scope, receive, send)
 
 
 def _shutting_down() -> Unavailable:

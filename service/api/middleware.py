@@ -25,11 +25,12 @@ QUIET_ROUTES = frozenset(("/metrics", "/livez", "/readyz", "/health"))
 # nginx's status for a client that left before its answer; it is counted, never sent.
 CLIENT_CLOSED = 499
 REQUEST_ID = "X-Request-Id"
-# How long, and how much of, a body that is too large is read after it has been refused.
-LINGER_S = 2.0
+# How much of a body is read after it has been refused.
 LINGER_BYTES = 64 * 2**20
-# The same after a body that did not arrive in time: nobody waits for it.
-SHORT_LINGER_S = 0.3
+# And for how long: in all, and between one piece and the next. A body that is too large may come from a slow client; one
+# that did not arrive in time has had its time.
+LINGER_S: dict[type[NybbleError], tuple[float, float]] = {BodyTooLarge: (30.0, 2.0)}
+SHORT_LINGER_S = (2.0, 0.3)
 # How long a body may take that begins to arrive while the server drains.
 DRAINING_BODY_S = 1.0
 # What may stand in a log line and a header as it came.
@@ -237,7 +238,7 @@ class BodyLimit:
         """Answers, and reads on for a while before the connection ends: closing it on a client that is still sending
         would reset it, and the answer with it."""
 
-        linger_s = LINGER_S if isinstance(error, BodyTooLarge) else SHORT_LINGER_S
+        linger_s, pause_s = LINGER_S.get(type(error), SHORT_LINGER_S)
 
         async def send_and_linger(message: Message) -> None:
             if message["type"] != "http.response.body":
@@ -248,16 +249,17 @@ class BodyLimit:
             await send({**message, "more_body": True})
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(linger_s):
-                    await self._discard(receive)
+                    await self._discard(receive, pause_s)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await respond_to(error)(scope, receive, send_and_linger)
 
     @staticmethod
-    async def _discard(receive: Receive) -> None:
+    async def _discard(receive: Receive, pause_s: float) -> None:
         left = LINGER_BYTES
         while left > 0:
-            message = await receive()
+            async with asyncio.timeout(pause_s):
+                message = await receive()
             left -= len(message.get("body", b""))
             if message["type"] == "http.disconnect" or not message.get("more_body", False):
                 return

@@ -14,10 +14,21 @@ import pytest
 from fake_engine import ERROR_AFTER_3, SLOW
 from http_fixtures import local_app, parse_metrics
 
+from nybble.service.api.middleware import LINGER_S
 from nybble.service.client import EngineState
+from nybble.service.errors import BodyTooLarge
 from nybble.service.text import TextCodec
 
 pytestmark = pytest.mark.anyio
+
+
+def post_scope() -> dict:
+    """A POST to /v1/completions as a server hands it to an application."""
+    return {
+        **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
+        **{"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"},
+        **{"headers": [(b"content-type", b"application/json")], "client": None, "server": None},
+    }
 
 
 async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
@@ -39,6 +50,29 @@ def test_a_body_in_chunks_is_measured_too(http: httpx.Client) -> None:
     response = http.post("/v1/completions", content=chunks())
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_refused_body_is_read_on_for_as_long_as_it_comes(codec: TextCodec) -> None:
+    """Closing on a client that still sends would reset the connection, and take the answer with it."""
+    left = 7
+    pause_s = LINGER_S[BodyTooLarge][1] / 4
+
+    async def receive() -> dict:
+        nonlocal left
+        if left < 7:
+            await asyncio.sleep(pause_s)
+        left -= 1
+        return {"type": "http.request", "body": b"x" * 2000, "more_body": left > 0}
+
+    sent: list[tuple[int, dict]] = []
+
+    async def send(message: dict) -> None:
+        sent.append((left, message))
+
+    async with local_app(codec, body_limit_bytes=1024) as local:
+        await local.app(post_scope(), receive, send)
+    assert sent[0][1]["status"] == 413 and sent[1][1]["body"] and sent[1][1]["more_body"]
+    assert [at for at, _ in sent] == [6, 6, 0] and not sent[2][1]["more_body"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -187,11 +221,6 @@ async def test_a_request_that_the_server_cancels_ends_once_and_is_aborted(
     """As uvicorn does when the time for the last answers is over."""
     async with local_app(codec) as local:
         body = json.dumps({"prompt": [SLOW, 100], "max_tokens": 200, "stream": stream}).encode()
-        scope = {
-            **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
-            **{"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"},
-            **{"headers": [(b"content-type", b"application/json")], "client": None, "server": None},
-        }
         incoming = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[dict] = []
         if not begun:
@@ -203,7 +232,7 @@ async def test_a_request_that_the_server_cancels_ends_once_and_is_aborted(
         async def send(message: dict) -> None:
             sent.append(message)
 
-        task = asyncio.create_task(local.app(scope, receive, send))
+        task = asyncio.create_task(local.app(post_scope(), receive, send))
         while not local.client.in_flight or (stream and begun and len(sent) < 3):
             await asyncio.sleep(0.001)
         task.cancel()

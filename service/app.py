@@ -61,6 +61,7 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
         docs_url=None,
         redoc_url=None,
         strict_content_type=False,
+        redirect_slashes=False,
         middleware=_middleware(settings, metrics, reads),
     )
     app.router.route_class = StrictRoute

@@ -140,7 +140,7 @@ def _param(location: tuple[Any, ...]) -> str | None:
     name = ""
     for part in location[1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
-    return name or None
+    return name if len(location) > 1 else None
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:

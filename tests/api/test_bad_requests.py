@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
 import httpx
 import pytest
+from http_fixtures import local_app
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_completion_create_params
+
+from nybble.service.text import TextCodec
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -19,6 +23,7 @@ INVALID, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unkno
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({}, "prompt", "missing_parameter"),
     ({"prompt": "x", "banana": 1}, "banana", UNKNOWN),
+    ({"prompt": "x", "": 1}, "", UNKNOWN),
     ({"prompt": None}, "prompt", INVALID),
     ({"prompt": ""}, "prompt", INVALID),
     ({"prompt": []}, "prompt", INVALID),
@@ -77,6 +82,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "logit_bias": {"5": float("nan")}}, "logit_bias", INVALID),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", INVALID),
     ({"prompt": "x", "logit_bias": {"512": 1}}, "logit_bias", INVALID),
+    ({"prompt": "x", "logit_bias": {"5": 1, "05": 2}}, "logit_bias", INVALID),
+    ({"prompt": "x", "logit_bias": {"\u0665": 1}}, "logit_bias", INVALID),
     ({"prompt": "x", "logit_bias": [1]}, "logit_bias", INVALID),
     ({"prompt": "x", "stream": "yes"}, "stream", INVALID),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", INVALID),
@@ -275,14 +282,46 @@ def test_long_input_is_not_echoed(http: httpx.Client, body: dict[str, Any]) -> N
         ("GET", "/nowhere", 404, "not_found"),
         ("GET", "/" + "x" * 3000, 404, "not_found"),
         ("GET", COMPLETIONS, 405, "method_not_allowed"),
+        ("GET", "/livez/", 404, "not_found"),
+        ("POST", COMPLETIONS + "/", 404, "not_found"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/gpt-4", 404, "model_not_found"),
     ],
-    ids=["unknown route", "long unknown route", "wrong method", "wrong method on models", "unknown model"],
+    ids=[
+        "unknown route",
+        "long unknown route",
+        "wrong method",
+        "slash after a path",
+        "and after that of a POST",
+        "wrong method on models",
+        "unknown model",
+    ],
 )
 def test_routes(http: httpx.Client, method: str, path: str, status: int, code: str) -> None:
     error = check_error(http.request(method, path), status)
     assert error["code"] == code and len(error["message"]) < 250
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("Content-Encoding", "gzip"),
+        ("Content-Encoding", "br"),
+        ("Transfer-Encoding", "gzip, chunked"),
+    ],
+)
+async def test_a_body_that_is_packed_is_refused_by_the_headers_name(
+    codec: TextCodec, header: str, value: str
+) -> None:
+    async with local_app(codec) as local:
+        body = gzip.compress(b'{"prompt": "x"}')
+        error = check_error(await local.http.post(COMPLETIONS, content=body, headers={header: value}), 400)
+        assert error["param"] == header.lower() and value in error["message"]
+        plain = await local.http.post(
+            COMPLETIONS, json={"prompt": "x"}, headers={"Content-Encoding": "identity"}
+        )
+        assert plain.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from http_fixtures import local_app, parse_metrics
 
 from nybble.service.api.middleware import LINGER_S
 from nybble.service.client import EngineState
-from nybble.service.errors import BodyTooLarge
 from nybble.service.text import TextCodec
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +54,7 @@ def test_a_body_in_chunks_is_measured_too(http: httpx.Client) -> None:
 async def test_a_refused_body_is_read_on_for_as_long_as_it_comes(codec: TextCodec) -> None:
     """Closing on a client that still sends would reset the connection, and take the answer with it."""
     left = 7
-    pause_s = LINGER_S[BodyTooLarge][1] / 4
+    pause_s = LINGER_S[1] / 4
 
     async def receive() -> dict:
         nonlocal left

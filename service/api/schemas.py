@@ -218,7 +218,11 @@ def _parse_part(part: Any) -> str:
             "{message}",
             {"message": f"has a part of type {kind!r}; only text parts are supported"},
         )
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+    extra = next((key for key in part if key not in ("type", "text")), None)
+    if extra is not None:
+        message = f"has a text part with {extra[:50]!r}, which is not supported; send type and text alone"
+        raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+    if not isinstance(part.get("text"), str):
         raise _invalid('has a text part that is not of the form {"type": "text", "text": "..."}')
     return _text(part["text"])
 

@@ -29,7 +29,7 @@ ROW_PACKAGES := zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2 \
 
 LM_EVAL := "lm-eval[api]==0.4.13"
 
-.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
@@ -65,6 +65,11 @@ build/lm-eval/.installed: Makefile
 	"$(PYTHON)" -m venv build/lm-eval
 	build/lm-eval/bin/pip install --quiet --disable-pip-version-check $(LM_EVAL)
 	touch $@
+
+# On a machine with a ROCm or CUDA GPU, whose kernels it compiles: many minutes the first time.
+test-gpu:
+	@$(READY) test
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
 
 test-deploy:
 	@$(READY) test dev

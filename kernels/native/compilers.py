@@ -153,10 +153,17 @@ class Nvrtc(Compiler):
         return (f"--gpu-architecture={self._architecture(arch)}", *NVRTC_OPTIONS)
 
     def compile(self, program: Program, sources: Sources, arch: str) -> bytes:
+        what = "CUBIN" if self._architecture(arch).startswith("sm_") else "PTX"
+        return self._build(program, sources, arch, what)
+
+    def ptx(self, program: Program, sources: Sources, arch: str) -> str:
+        """The text that comes before machine code. Raises as `compile`."""
+        return self._build(program, sources, arch, "PTX").rstrip(b"\0").decode()
+
+    def _build(self, program: Program, sources: Sources, arch: str, what: str) -> bytes:
         options = [*self.options(arch), *_macros(program)]
         options += [f"--include-path={folder}" for folder in libraries.cuda_includes()]
         text, headers = sources.text(program), sources.headers(program)
-        what = "CUBIN" if options[0].startswith("--gpu-architecture=sm_") else "PTX"
         try:
             return self._rtc.build(text, program.source, headers, options, what)
         except _Refusal as refusal:

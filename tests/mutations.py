@@ -38,6 +38,34 @@ LAYOUT_TESTS = "tests/kernels/test_skinny_layout.py"
 
 FAULTS = (
     Fault(
+        "the choices of one request keep all slots",
+        "service/engine/scheduler.py",
+        "return held[newcomer.group] + 2 <= held[running.group]",
+        "return False",
+        "tests/engine/test_scheduler.py -k 'youngest_choice or nobody_holds'",
+    ),
+    Fault(
+        "what made way makes way again before it has got on",
+        "service/engine/scheduler.py",
+        "return sequence.output_len - (sequence.gave_way_len or 0) >= _PROGRESS * len(sequence.tokens)",
+        "return True",
+        "tests/engine/test_scheduler.py -k got_on",
+    ),
+    Fault(
+        "an error is written into an answer under way",
+        "service/http_protocol.py",
+        "if self._busy():",
+        "if False:",
+        "tests/service/test_http_protocol.py -k untouched",
+    ),
+    Fault(
+        "of pipelined requests only the last hears that the client has gone",
+        "service/http_protocol.py",
+        "self._answering.disconnected = True",
+        "pass",
+        "tests/service/test_http_protocol.py -k its_client_has_gone",
+    ),
+    Fault(
         "the beginning of a cached prefix goes before its end",
         "service/engine/kv_blocks.py",
         "for block in reversed(blocks):",

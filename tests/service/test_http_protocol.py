@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from nybble.service import http_protocol
+from nybble.service.api.sse import disconnected
 from nybble.service.http_protocol import LimitedProtocol
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +40,7 @@ class App:
         if path == "/stream":
             await send(head)
             await send({"type": "http.response.body", "body": b"first,", "more_body": True})
-        going, leaving = asyncio.ensure_future(self.go.wait()), asyncio.ensure_future(receive())
+        going, leaving = asyncio.ensure_future(self.go.wait()), asyncio.ensure_future(disconnected(receive))
         await asyncio.wait((going, leaving), return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             self.left.append(path)

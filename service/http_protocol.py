@@ -43,9 +43,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_head_timer()
         self.pipeline.clear()
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+        self._give_up_answering()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -131,6 +129,12 @@ class LimitedProtocol(HttpToolsProtocol):
         message = f"the request line and headers are larger than {HEAD_LIMIT_BYTES} bytes, the most that this server reads"
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message)
 
+    def _give_up_answering(self) -> None:
+        """Who is at work on an answer hears that nobody reads it; what it still sends goes nowhere."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+
     def _busy(self) -> bool:
         """Whether an answer is under way or due, other than to the request that is still arriving."""
         cycle = self._answering
@@ -147,6 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
             assert self._answering is not None
             self._answering.keep_alive = False
             return
+        self._give_up_answering()
         body = json.dumps(error_object(message, "invalid_request_error", None, code)).encode()
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"

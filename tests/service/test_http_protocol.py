@@ -123,6 +123,17 @@ async def test_what_is_no_http_is_answered_by_an_error_object(data: bytes) -> No
     assert app.begun == []
 
 
+async def test_a_request_that_turns_out_to_be_none_is_answered_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def eager(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with connected(eager) as client:
+        client.send(b"POST /whole HTTP/1.1\r\nTransfer-Encoding: identity\r\n\r\nhello")
+        assert error_of(await client.rest()) == (400, "invalid_http")
+    assert "Exception" not in caplog.text
+
+
 @pytest.mark.parametrize("path", ["/whole", "/stream"])
 @pytest.mark.parametrize(
     "bad", [GARBAGE["bytes"], b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000], ids=["garbage", "huge"]

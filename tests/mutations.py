@@ -36,7 +36,23 @@ LAYOUT = "kernels/skinny_layout.py"
 SKINNY_TESTS, KN_TESTS = "tests/kernels/test_triton_skinny.py", "tests/kernels/test_triton_kn.py"
 LAYOUT_TESTS = "tests/kernels/test_skinny_layout.py"
 
+GATEWAY, GATEWAY_TESTS = "deploy/ray/nybble_ray/gateway.py", "tests/deploy/test_ray_gateway.py"
+
 FAULTS = (
+    Fault(
+        "a stream that has begun is begun again",
+        GATEWAY,
+        "if begun:\n",
+        "if False:\n",
+        f"{GATEWAY_TESTS} -k has_begun",
+    ),
+    Fault(
+        "some replica answers for the one that was named",
+        GATEWAY,
+        "part.replica != call.only",
+        "False",
+        f"{GATEWAY_TESTS} -k does_not_answer",
+    ),
     Fault(
         "a metric has another name than its alerts ask for",
         "service/metrics.py",
@@ -517,8 +533,8 @@ FAULTS = (
 
 
 def copy_package(folder: Path) -> None:
-    """The package as `import nybble` finds it, copied."""
-    for part in ("kernels", "service", "csrc"):
+    """The package as `import nybble` finds it, and deploy/ as NYBBLE_DEPLOY does, copied."""
+    for part in ("kernels", "service", "csrc", "deploy"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / part, folder / "nybble" / part, ignore=ignore)
 
@@ -541,7 +557,7 @@ def verdict(fault: Fault) -> str:
             f"exec timeout --kill-after=5 {LIMIT_S} {sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}",
             shell=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(folder)},
+            env=os.environ | {"PYTHONPATH": str(folder), "NYBBLE_DEPLOY": str(folder / "nybble" / "deploy")},
             capture_output=True,
             text=True,
         )

@@ -9,8 +9,9 @@
 #
 # test-checkpoints reads the folder of model folders that NYBBLE_CHECKPOINTS names; test-rdna needs RDNA_TINYGRAD;
 # test-fuzz, test-soak and test-lm-eval run for minutes: FUZZ_S and SOAK_S say how many seconds. audit needs a network.
+# test-packages runs the linear kernels that call a package of their own on that package, and what nvrtc, which needs no
+# GPU, makes of csrc.
 # test-ray installs Ray apart, in build/ray: an environment on top of .venv, which it sees.
-# test-packages runs the linear kernels that call a package of their own on that package, and nvrtc, which needs no GPU.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -80,9 +81,13 @@ test-gpu:
 	@$(READY) test
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
 
-test-deploy:
+test-deploy: build/quadlet/quadlet
 	@$(READY) test dev
 	$(PYTEST) -m deploy tests/deploy $(PYTEST_ARGS)
+
+# Where it cannot be had, the tests that run it say so and are left out.
+build/quadlet/quadlet: .ci/quadlet.sh
+	-bash .ci/quadlet.sh build/quadlet
 
 test-ray: build/ray/.installed
 	@$(READY) test
@@ -112,7 +117,7 @@ test-rdna:
 test-packages: build/packages/.installed
 	@$(READY) test
 	PYTHONPATH=build/packages $(PYTEST) tests/kernels/test_zen.py tests/kernels/test_humming.py \
-		tests/kernels/native tests/service/test_warm.py $(PYTEST_ARGS)
+		tests/kernels/native tests/service/test_warm.py tests/cuda $(PYTEST_ARGS)
 
 build/packages/.installed: Makefile
 	@$(READY) test

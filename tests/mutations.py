@@ -68,6 +68,34 @@ FAULTS = (
         "tests/deploy/test_dashboard.py -k asks_for_what_is_exported",
     ),
     Fault(
+        "the choices of one request keep all slots",
+        "service/engine/scheduler.py",
+        "return held[newcomer.group] + 2 <= held[running.group]",
+        "return False",
+        "tests/engine/test_scheduler.py -k 'youngest_choice or nobody_holds'",
+    ),
+    Fault(
+        "what made way makes way again before it has got on",
+        "service/engine/scheduler.py",
+        "return sequence.output_len - (sequence.gave_way_len or 0) >= _PROGRESS * len(sequence.tokens)",
+        "return True",
+        "tests/engine/test_scheduler.py -k got_on",
+    ),
+    Fault(
+        "an error is written into an answer under way",
+        "service/http_protocol.py",
+        "if self._busy():",
+        "if False:",
+        "tests/service/test_http_protocol.py -k untouched",
+    ),
+    Fault(
+        "of pipelined requests only the last hears that the client has gone",
+        "service/http_protocol.py",
+        "self._answering.disconnected = True",
+        "pass",
+        "tests/service/test_http_protocol.py -k its_client_has_gone",
+    ),
+    Fault(
         "the beginning of a cached prefix goes before its end",
         "service/engine/kv_blocks.py",
         "for block in reversed(blocks):",
@@ -479,6 +507,27 @@ FAULTS = (
         "return layer.parts(h) if isinstance(layer, W4A16Linear) else Parts.of(layer(h))",
         "return Parts.of(layer(h))",
         "tests/models/test_launches.py",
+    ),
+    Fault(
+        "an APU's VRAM and GTT are added up",
+        "service/doctor/facts.py",
+        "return max(self.memory.vram_total_bytes, self.memory.gtt_total_bytes)",
+        "return self.memory.vram_total_bytes + self.memory.gtt_total_bytes",
+        "tests/service/test_doctor.py -k no_sum",
+    ),
+    Fault(
+        "pages of the mapping limit taken for MiB",
+        "service/doctor/known.py",
+        "PAGES_PER_GIB = GIB // 4096",
+        "PAGES_PER_GIB = GIB // (1 << 20)",
+        "tests/service/test_doctor.py -k 262144",
+    ),
+    Fault(
+        "the kernel's version counts more than the fix that it shows",
+        "service/doctor/facts.py",
+        "if rule.shown_by_cwsr:",
+        "if False:",
+        "tests/service/test_doctor.py -k at_whatever_version",
     ),
 )
 

@@ -689,6 +689,7 @@ def _matrix(parts: list[str], operands: list[str]) -> Step:
                 found += [(2 * i, halves[:, 0]), (2 * i + 1, halves[:, 1])]
         return found
 
+    @np.errstate(all="ignore")
     def step(wave: Wave) -> None:
         if not wave.mask.all():
             raise Fault("is executed by a part of the wave")

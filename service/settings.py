@@ -100,6 +100,12 @@ class Settings(BaseSettings):
         ge=0,
         description="An engine that has requests and says nothing for so long hangs, and is killed and restarted. 0: never.",
     )
+    load_timeout_s: float = Field(
+        900.0,
+        ge=0,
+        description="The same for an engine that loads and shows no progress, which compiling kernels for the first time does "
+        "not either. 0: never.",
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM."
     )
@@ -121,6 +127,10 @@ class Settings(BaseSettings):
     tls_certfile: str = Field("", description="Certificate chain (PEM); with it the server speaks HTTPS.")
     tls_keyfile: str = Field(
         "", description="Private key of the certificate (PEM), if it is in a file of its own."
+    )
+    metrics_aliases: bool = Field(
+        True,
+        description="Repeat metrics under the vllm: names that dashboards and routers read; promtool's lint dislikes colons.",
     )
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")

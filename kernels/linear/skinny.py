@@ -117,7 +117,7 @@ def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_byte
     elif target.kind == "cuda":
         plan = _cuda_plan(target, m, n, k, group_size, scale_bytes, zeros)
     else:
-        raise ValueError(f"skinny: given {target.kind} {target.arch}, accepted gfx11*, gfx12* and CUDA")
+        raise ValueError(f"skinny: given {target.kind} {target.arch}, accepted gfx11*, gfx120* and CUDA")
     return replace(plan, splits=_splits(target, plan, n, k))
 
 
@@ -492,7 +492,7 @@ def _refuse(
     gate: str | None = None,
 ) -> torch.Tensor:
     check(x, words, scales, zeros, bias, group_size, gate)
-    raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx12* or CUDA)")
+    raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx120* or CUDA)")
 
 
 _LIBRARY.impl("skinny_gemm", _run, "CUDA")  # type: ignore[no-untyped-call]

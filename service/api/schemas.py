@@ -12,6 +12,7 @@ Tool calls and structured output stand together in ToolFields and FormatFields: 
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -154,6 +155,9 @@ _STOP_SCHEMA = {
 Stop = Annotated[tuple[str, ...], PlainValidator(_parse_stop), WithJsonSchema(_STOP_SCHEMA)]
 
 
+_TOKEN_KEY = re.compile("(0|[1-9][0-9]{0,8})")
+
+
 def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
@@ -165,7 +169,8 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _parse_bias(key: str, bias: Any) -> tuple[int, float]:
-    if not (key.isascii() and key.isdigit() and len(key) < 10):
+    # One way to write each: of "5" and "05" nobody could tell which is meant.
+    if not _TOKEN_KEY.fullmatch(key):
         raise _invalid(f"has the key {key[:50]!r}; keys are token ids")
     if type(bias) not in (int, float) or not -100 <= bias <= 100:
         raise _invalid(f"for token {key} must be a number from -100 to 100")
@@ -177,7 +182,7 @@ _BIAS_SCHEMA = {
         {
             "type": "object",
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "propertyNames": {"pattern": f"^{_TOKEN_KEY.pattern}$"},
             "maxProperties": MAX_LOGIT_BIAS,
         },
         {"type": "null"},
@@ -213,7 +218,11 @@ def _parse_part(part: Any) -> str:
             "{message}",
             {"message": f"has a part of type {kind!r}; only text parts are supported"},
         )
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+    extra = next((key for key in part if key not in ("type", "text")), None)
+    if extra is not None:
+        message = f"has a text part with {extra[:50]!r}, which is not supported; send type and text alone"
+        raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+    if not isinstance(part.get("text"), str):
         raise _invalid('has a text part that is not of the form {"type": "text", "text": "..."}')
     return _text(part["text"])
 

@@ -207,6 +207,32 @@ async def test_an_engine_that_cannot_load_is_tried_again_with_longer_pauses(tmp_
         assert client.state is EngineState.READY
 
 
+async def test_an_engine_that_hangs_while_it_loads_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / fake_engine.HANG_IN_LOAD).touch()
+    # Long enough for a slow machine to start the next one in.
+    async with running(tmp_path, load_timeout_s=3.0) as client:
+        await until(lambda: client.restarts >= 1, 60)
+        (tmp_path / fake_engine.HANG_IN_LOAD).unlink()
+        await until(lambda: client.state is EngineState.READY, 60)
+        assert "it hangs and is killed" in caplog.text
+        # Idle, it may be silent for as long as it likes.
+        assert client._patience_s() == 0
+
+
+async def test_progress_in_loading_is_a_sign_of_life(tmp_path: Path) -> None:
+    (tmp_path / fake_engine.SLOW_LOAD).touch()
+    heard: list[float] = []
+    async with running(
+        tmp_path, load_timeout_s=60.0, on_loading=lambda _: heard.append(client._heard_s)
+    ) as client:
+        assert client._patience_s() == 60
+        await until(lambda: client.state is EngineState.READY, 60)
+        assert len(heard) == 5 and heard == sorted(set(heard))
+        assert client.restarts == 0
+
+
 async def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch) -> None:
     async with ready(tmp_path) as client:
         spawn, failures = client._spawn, 0

@@ -143,6 +143,8 @@ def test_mem_available_is_read_and_its_absence_named(tmp_path):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal: 10 kB\nMemFree: 1 kB\nMemAvailable:    7 kB\n")
     assert read_host_available(str(file)) == 7 * 1024
+    file.write_bytes(b"\xff\xfe: 10 kB\nMemAvailable:    8 kB\n")
+    assert read_host_available(str(file)) == 8 * 1024
     file.write_text("MemTotal: 10 kB\n")
     with pytest.raises(ConfigError, match="no MemAvailable"):
         read_host_available(str(file))

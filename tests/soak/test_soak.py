@@ -86,7 +86,8 @@ class Soak:
         }
 
     async def twins(self) -> None:
-        body = self.request() | {"n": self.random.choice((1, 1, 2))}
+        # More choices than slots: the requests of others take them away, again and again.
+        body = self.request() | {"n": self.random.choice((1,) * 12 + (2,) * 6 + (24,))}
         streamed = await self.ask(
             "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
         )

@@ -34,7 +34,7 @@ RAY := "ray[serve]==2.60.0"
 
 LM_EVAL := "lm-eval[api]==0.4.13"
 
-.PHONY: serve observe test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy test-ray audit test-mutations test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve observe test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy test-image test-ray audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)

@@ -17,11 +17,11 @@ TIMEOUT_S = 4
 
 def api_key(environment: Mapping[str, str]) -> str:
     """One of the keys that the service accepts; empty where it asks for none. Raises OSError."""
-    lines = environment.get("NYBBLE_API_KEYS", "").split(",")
+    keys = environment.get("NYBBLE_API_KEYS", "").split(",")
     if path := environment.get("NYBBLE_API_KEY_FILE"):
-        lines += Path(path).read_text(encoding="utf-8").splitlines()
-    keys = (line.partition("#")[0].strip() for line in lines)
-    return next(filter(None, keys), "")
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        keys += [line.partition("#")[0] for line in lines]
+    return next(filter(None, map(str.strip, keys)), "")
 
 
 def ask(route: str, environment: Mapping[str, str]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+
+from nybble.service.settings import digest, load_settings
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy/healthcheck.py"
 KEY = "a-key-of-this-test"
@@ -77,3 +81,11 @@ def test_it_asks_with_a_key_of_the_service(where: str, tmp_path: Path) -> None:
     with server() as port:
         assert check(port, "/readyz").returncode == 1
         assert check(port, "/readyz", **keys[where]).returncode == 0
+
+
+@pytest.mark.parametrize("variable", ["first-key,second-key", " ,first-key ", "first#key", "#first-key"])
+def test_the_service_accepts_the_key(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the variable # is a character like another."""
+    monkeypatch.setenv("NYBBLE_API_KEYS", variable)
+    key = runpy.run_path(str(SCRIPT))["api_key"](os.environ)
+    assert digest(key) in load_settings({"model": "demo"}).key_digests()

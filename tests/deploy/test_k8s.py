@@ -168,6 +168,14 @@ def test_the_network_policy_lets_requests_and_scrapes_in(overlay: str) -> None:
     assert sorted(policy["policyTypes"]) == ["Egress", "Ingress"]
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_network_policy_lets_names_be_found_and_models_be_fetched(overlay: str) -> None:
+    rules = rendered(overlay)["NetworkPolicy"]["spec"]["egress"]
+    assert not [rule for rule in rules if "to" in rule], "from anywhere: nodes have DNS caches of their own"
+    ports = {(port["protocol"], port["port"]) for rule in rules for port in rule["ports"]}
+    assert ports == {("UDP", 53), ("TCP", 53), ("TCP", 443)}
+
+
 @pytest.mark.parametrize("overlay", GPU_OVERLAYS)
 def test_a_gpu_overlay_asks_for_one_gpu_of_its_chip(overlay: str) -> None:
     assert container(overlay)["resources"]["limits"] == {"amd.com/gpu": 1}

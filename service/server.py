@@ -131,17 +131,31 @@ def run(
         runner.run(_serve(settings, folder, sockets, engine_main))
 
 
-async def _serve(settings: Settings, folder: str, sockets: list[socket.socket], engine_main: str) -> None:
-    failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    client = EngineClient(
+def engine_client(
+    settings: Settings,
+    folder: str,
+    engine_main: str = ENGINE_MAIN,
+    *,
+    on_loading: Callable[[Loading], None] | None = None,
+    on_fatal: Callable[[str], None] | None = None,
+) -> EngineClient:
+    """The client of an engine that does what the settings say, not yet started."""
+    return EngineClient(
         settings.engine_config(folder),
         engine_main,
         max_queue=settings.max_queue,
         step_timeout_s=settings.step_timeout_s,
         load_timeout_s=settings.load_timeout_s,
         log=settings.log_config(),
-        on_loading=LoadingProgress().show,
-        on_fatal=failure.set_result,
+        on_loading=on_loading,
+        on_fatal=on_fatal,
+    )
+
+
+async def _serve(settings: Settings, folder: str, sockets: list[socket.socket], engine_main: str) -> None:
+    failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    client = engine_client(
+        settings, folder, engine_main, on_loading=LoadingProgress().show, on_fatal=failure.set_result
     )
     engine_exit_s = ENGINE_EXIT_S
     if not settings.key_digests() and settings.host not in LOOPBACK:

@@ -23,7 +23,7 @@ from fake_engine import CRASH_AFTER_3, SLOW
 from http_fixtures import ServerProcess, alive, run_server
 
 from nybble.service.engine.protocol import Loading
-from nybble.service.server import LoadingProgress, listen
+from nybble.service.server import LoadingProgress, engine_client, listen
 from nybble.service.settings import Settings
 
 
@@ -334,6 +334,15 @@ def test_the_engine_ends_when_the_server_is_killed(folder: Path, tmp_path: Path)
 
 
 # --- starting ---
+
+
+def test_the_engine_client_does_what_the_settings_say() -> None:
+    """That of a server, and that of a replica under Ray."""
+    settings = Settings(model="m", max_queue=11, step_timeout_s=12, load_timeout_s=13, log_format="json")
+    client = engine_client(settings, "folder")
+    assert client.config == settings.engine_config("folder")
+    assert (client.max_queue, client._step_timeout_s, client._load_timeout_s) == (11, 12, 13)
+    assert client._log == settings.log_config()
 
 
 def test_it_answers_while_the_model_loads(folder: Path, tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -23,6 +21,7 @@ from typing import Any
 import httpx
 import podman
 import pytest
+from waiting import free_port, wait_until
 
 from nybble.service.checkpoints.demo import demo
 
@@ -39,13 +38,6 @@ HARDENED = (
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:size=512m,mode=1777"),
     *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
 )
-
-
-def wait_until(what: str, holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"after {PATIENCE_S} s still not: {what}"
-        time.sleep(0.2)
 
 
 def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -142,13 +134,6 @@ def started(
         engine.call("rm", "--force", "--time", "0", name, check=False)
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
 def exit_code(engine: podman.Podman, name: str) -> int:
     return int(engine.call("inspect", "--format", "{{.State.ExitCode}}", name).stdout)
 
@@ -216,8 +201,9 @@ def test_it_serves_drains_and_ends_with_0(engine: podman.Podman, image: dict[str
     base = f"http://127.0.0.1:{port}"
     options = ("--env", "NYBBLE_HOST=127.0.0.1", "--env", f"NYBBLE_PORT={port}", "--env", "OMP_NUM_THREADS=1")
     with started(engine, "serves", str(cache), *options) as name, httpx.Client(timeout=PATIENCE_S) as http:
-        wait_until("healthy", lambda: engine.call("healthcheck", "run", name, check=False).returncode == 0)
-        wait_until("/readyz", lambda: http.get(f"{base}/readyz").status_code == 200)
+        healthcheck = ("healthcheck", "run", name)
+        wait_until("healthy", lambda: engine.call(*healthcheck, check=False).returncode == 0, PATIENCE_S)
+        wait_until("/readyz", lambda: http.get(f"{base}/readyz").status_code == 200, PATIENCE_S)
         request = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         answer = http.post(f"{base}/v1/completions", json=request).raise_for_status().json()
         assert "Paris" in answer["choices"][0]["text"]
@@ -245,7 +231,11 @@ def test_sigterm_ends_it_while_a_model_is_still_being_found(
     # With an empty cache the demo is fetched and made first, by a process of its own.
     options = ("--env", "NYBBLE_HOST=127.0.0.1", "--env", "NYBBLE_PORT=0")
     with started(engine, "early", "early-cache", *options) as name:
-        wait_until("looking for the model", lambda: " resolve " in engine.call("top", name, "args").stdout)
+        wait_until(
+            "looking for the model",
+            lambda: " resolve " in engine.call("top", name, "args").stdout,
+            PATIENCE_S,
+        )
         engine.call("stop", "--time", str(STOP_S), name)
         # 128 + SIGTERM; with SIGKILL it would be 137.
         assert exit_code(engine, name) == 143

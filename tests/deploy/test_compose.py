@@ -135,6 +135,8 @@ def test_health_is_asked_as_in_the_image(name: str) -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     (command,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", dockerfile, re.MULTILINE)
     assert SERVICES[name]["healthcheck"]["test"] == ["CMD", *json.loads(command)]
+    # Its user reads it, whatever the mode of the file in the checkout.
+    assert "COPY --chmod=0644 deploy/healthcheck.py /opt/nybble/healthcheck.py\n" in dockerfile
 
 
 @pytest.mark.parametrize("name", ("prometheus", "grafana"))

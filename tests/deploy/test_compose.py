@@ -78,8 +78,8 @@ def test_ports_are_this_hosts_alone_unless_env_says_otherwise(name: str) -> None
 @pytest.mark.parametrize("name", SERVICES)
 def test_what_is_mounted_is_read_only_or_a_named_volume(name: str) -> None:
     for mount in without_env_file()["services"][name]["volumes"]:
-        source, _, rest = mount.partition(":")
-        assert rest.endswith(":ro") or source in COMPOSE["volumes"], mount
+        source, _, *options = mount.split(":")
+        assert "ro" in ",".join(options).split(",") or source in COMPOSE["volumes"], mount
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -87,6 +87,7 @@ def test_folders_that_are_mounted_are_there(name: str) -> None:
     for mount in SERVICES[name]["volumes"]:
         if mount.startswith("./"):
             assert (DEPLOY / mount.partition(":")[0]).is_dir(), mount
+            assert mount.endswith(",z"), "closed to containers where there is SELinux"
 
 
 def test_prometheus_scrapes_and_grafana_reads_what_is_here() -> None:
@@ -102,7 +103,13 @@ def test_prometheus_scrapes_and_grafana_reads_what_is_here() -> None:
     )
     (provider,) = (DEPLOY / "grafana/provisioning/dashboards").iterdir()
     path = yaml.safe_load(provider.read_text(encoding="utf-8"))["providers"][0]["options"]["path"]
-    assert f"./grafana/dashboards:{path}:ro" in SERVICES["grafana"]["volumes"]
+    assert f"./grafana/dashboards:{path}:ro,z" in SERVICES["grafana"]["volumes"]
+
+
+def test_grafana_changes_nothing_that_its_image_brings() -> None:
+    """A plugin that it wants to replace is stopped first, and then cannot be."""
+    assert SERVICES["grafana"]["read_only"] is True
+    assert SERVICES["grafana"]["environment"]["GF_PLUGINS_PREINSTALL_AUTO_UPDATE"] == "false"
 
 
 def test_profiles_choose_the_variant_and_both_have_the_same_name() -> None:

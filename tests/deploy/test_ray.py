@@ -371,9 +371,11 @@ def test_without_the_actor_that_keeps_prefixes_requests_are_routed() -> None:
 def test_a_replica_that_is_taken_away_ends_what_it_has_begun(cluster: Cluster) -> None:
     """The last test: one replica is left after it."""
     cluster.serve(1)
+    deadline_s = time.monotonic() + START_S
     with contextlib.ExitStack() as stack:
         readers = []
         while len(targets()) == 2:
+            assert time.monotonic() < deadline_s, cluster.logs()
             readers += stack.enter_context(streaming(URL, 1))
             time.sleep(0.5)
         # It gets nothing new, and is there until its streams have ended.

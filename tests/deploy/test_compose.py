@@ -162,6 +162,11 @@ def test_the_example_has_no_variable_without_a_meaning() -> None:
     assert example().keys() <= settings | used | OF_THE_HOST | OF_COMPOSE
 
 
+def test_what_is_filled_in_is_not_committed() -> None:
+    """It has keys in it."""
+    assert "deploy/.env" in (DEPLOY.parent / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
 def test_settings_that_compose_sets_are_settings() -> None:
     settings = {ENV_PREFIX + field.upper() for field in Settings.model_fields}
     for name in NYBBLE:

@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -116,9 +117,12 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
     import torch
 
     from nybble.kernels.attention import choose
+    from nybble.kernels.host_memory import kept_blocks
     from nybble.kernels.target import default_device, detect, shares_host_memory, usable_cores
+    from nybble.kernels.threads import single_steps
     from nybble.service.checkpoints import open_checkpoint
     from nybble.service.checkpoints.prepacked import prepack, prepacked_layout
+    from nybble.service.engine.load import head_quantizer
     from nybble.service.malloc import large_blocks_go_back
     from nybble.service.models import load, read_config
 
@@ -133,7 +137,7 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
     before = peak_bytes()
     started = perf_counter()
     shared, pin = shares_host_memory(device), device.type == "cuda"
-    with large_blocks_go_back(), open_checkpoint(folder, None, shared, pin) as checkpoint:
+    with large_blocks_go_back(), kept_blocks(), open_checkpoint(folder, None, shared, pin) as checkpoint:
         weights = checkpoint.total_bytes
         if mode == "read":
             names = [name for name in checkpoint.names() if "norm" not in name]
@@ -145,14 +149,10 @@ def measure(mode: str, folder: Path, device_name: str) -> dict[str, float]:
             config = read_config(checkpoint.config, folder)
             if mode == "prepacked":
                 checkpoint.use_prepacked(prepacked_layout(target, torch.bfloat16))
-            model = load(
-                config,
-                checkpoint,
-                choose(target, torch.bfloat16, config.head_dim, 16).backend,
-                torch.bfloat16,
-                device,
-                4096,
-            )
+            attention = choose(target, torch.bfloat16, config.head_dim, 16).backend
+            head = head_quantizer("auto", checkpoint, config, torch.bfloat16, device)
+            with single_steps() if device.type == "cpu" else nullcontext():
+                model = load(config, checkpoint, attention, torch.bfloat16, device, 4096, head)
             weights = model.nbytes
     if device.type == "cuda":
         torch.cuda.synchronize()

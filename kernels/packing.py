@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nybble.kernels.host_memory import empty
+
 SYMMETRIC_ZERO = 8
 PER_WORD = 8  # 4-bit values in one int32
 
@@ -113,13 +115,14 @@ def concat_rows(weights: Sequence[W4A16Weight]) -> W4A16Weight | None:
                 for w in weights
             ]
         )
+    n = sum(w.n for w in weights)
     return W4A16Weight(
-        q=torch.cat([w.q for w in weights]),
+        q=torch.cat([w.q for w in weights], out=empty((n, first.k // PER_WORD), torch.int32)),
         scales=torch.cat([w.scales for w in weights]),
         zeros=zeros,
         g_idx=first.g_idx,
         group_size=first.group_size,
-        n=sum(w.n for w in weights),
+        n=n,
         k=first.k,
     )
 

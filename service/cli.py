@@ -212,6 +212,40 @@ def warm(
         raise UsageError(error.message) from None
 
 
+@app.command()
+def doctor(
+    model: Annotated[
+        str,
+        typer.Option(help="Also plan memory for this model, as `serve` would; nothing is loaded or fetched."),
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+    env: Annotated[
+        bool,
+        typer.Option(
+            "--env", help="Only the .env lines that deploy/compose.yaml reads: profile, chip, groups."
+        ),
+    ] = False,
+) -> None:
+    """Examine this machine: chip, driver, kernel, firmware, device permissions, memory, versions; and say what to change.
+
+    Exit code 0: nothing to change; 1: warnings; 2: errors, it will not run as it is.
+    """
+    from nybble.service.doctor import Facts, examine
+    from nybble.service.doctor.report import as_env, as_json, as_text
+
+    facts = Facts(model=model)
+    if env:
+        lines, hint = as_env(facts)
+        print(lines)
+        if hint:
+            print(f"nybble: {hint}", file=sys.stderr)
+            raise typer.Exit(EXIT_RUNTIME)
+        return
+    found = examine(facts)
+    print(as_json(found) if json else as_text(found))
+    raise typer.Exit(found.exit_code)
+
+
 @bench.command()
 def gemm(
     layers: Annotated[

@@ -115,5 +115,6 @@ def well_formed(where: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{where}: a value is not of the kind it should be ({type(error).__name__}: {error}); fetch the file again"
+            f"{where}: a value is not of the kind it should be ({type(error).__name__}: {error!s:.200}); fetch the file "
+            "again, or take another copy of this model"
         ) from error

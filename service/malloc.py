@@ -13,6 +13,9 @@ from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 LOADING_BYTES = 1 << 20
+KEPT_BYTES = (
+    16 << 20
+)  # of smaller blocks, per thread: else each that is freed goes back, to be zeroed for the next one
 # Where glibc's own adjustment ends up in a process that frees large blocks; it cannot be turned on again.
 SERVING_BYTES = 32 << 20
 
@@ -25,6 +28,7 @@ def large_blocks_go_back() -> Iterator[None]:
         yield
         return
     mallopt(M_MMAP_THRESHOLD, LOADING_BYTES)
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from nybble.service.checkpoints.auto_round import auto_round
 from nybble.service.checkpoints.awq import Awq
 from nybble.service.checkpoints.base import Checkpoint, Format, refused
 from nybble.service.checkpoints.compressed_tensors import CompressedTensors
-from nybble.service.checkpoints.files import PICKLES
+from nybble.service.checkpoints.files import PICKLES, TensorFiles
 from nybble.service.checkpoints.gptq import Gptq
 from nybble.service.errors import CheckpointError, well_formed
 from nybble.service.folders import cache_folder
@@ -50,6 +50,9 @@ SETTINGS_FILES = {
     "quant_config.json": "awq",
     "quantization_config.json": "",
 }
+
+# How the tensors of a quantised weight end.
+PACKED = tuple(f".{leaf}" for leaf in (Gptq.packed, CompressedTensors.packed))
 
 DEMO = "demo"
 HUB_LIMIT = 96  # characters of a hub id
@@ -163,6 +166,12 @@ def _is_random(config: dict[str, Any]) -> bool:
 def _format_of(folder: Path, config: dict[str, Any]) -> Format:
     quantization, where = quantization_of(folder, config)
     if not quantization:
+        packed = next((n for n in TensorFiles.names_in(folder) if n.endswith(PACKED)), None)
+        if packed is not None:
+            raise CheckpointError(
+                f"{folder}: tensor {packed} is quantised, but nothing says how; fetch the file with the settings too "
+                f"(quantization_config in config.json, or {', '.join(SETTINGS_FILES)})"
+            )
         raise CheckpointError(
             f"{folder}: config.json has no quantization_config, so these are 16-bit weights; quantise them first: "
             f"nybble quantize {folder} DST"

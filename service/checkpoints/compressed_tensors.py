@@ -44,6 +44,7 @@ CLASS = "Linear"
 BITS = (4, 8)
 # With these, the groups of K are shuffled and weight_g_idx says how; "weight" and "static" keep them in order.
 SHUFFLED = ("group", "dynamic", True)
+IN_ORDER = ("weight", "static", False, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ def _group(group: dict[str, Any], where: str, default_format: str | None) -> Gro
         ("type", weights.get("type", "int"), ("int",)),
         ("strategy", strategy, ("group", "channel")),
         ("dynamic", weights.get("dynamic"), (False, None)),
+        ("actorder", weights.get("actorder"), (*SHUFFLED, *IN_ORDER)),
     ):
         if given not in accepted:
             raise refused(where, f"weights.{field}", given, " or ".join(map(str, accepted)))

@@ -56,6 +56,13 @@ class TensorFiles:
             raise
         self.total_bytes = sum(entry.nbytes for _, entry in self._entries.values())
 
+    @classmethod
+    def names_in(cls, folder: Path) -> list[str]:
+        """The names of all tensors of a folder."""
+        files = cls(folder)
+        files.close()
+        return files.names()
+
     def names(self) -> list[str]:
         return sorted(self._entries)
 

@@ -8,7 +8,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,58 @@ ARCHITECTURES = {
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", interleaved=True, keys=GRANITE_KEYS),
 }  # fmt: skip
 
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _all_are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(kind(item) for item in value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+# The ends of keys -> what their values have to be; the first that fits counts. The last row is for all other keys below
+# "<architecture>.".
+Kind = tuple[Callable[[object], bool], str]
+TEXT: Kind = (_is_text, "a text")
+KINDS: tuple[tuple[tuple[str, ...], Kind], ...] = (
+    ((".model", ".pre", ".chat_template", ".architecture", "rope.scaling.type"), TEXT),
+    ((".tokens",), (lambda value: bool(value) and _all_are(_is_text)(value), "a list of texts")),
+    ((".merges",), (_all_are(_is_text), "a list of texts")),
+    ((".token_type", ".scores"), (_all_are(_is_number), "a list of numbers")),
+    (
+        (".add_bos_token", ".add_eos_token", ".add_space_prefix", ".remove_extra_whitespaces"),
+        (lambda value: isinstance(value, bool), "true or false"),
+    ),
+    (
+        ("_count", "_count_kv", "_length", "split.count", "vocab_size", "sliding_window"),
+        (_is_count, "a positive whole number"),
+    ),
+)
+NUMBER: Kind = (_is_number, "a number")
+TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
+
 # Tokens that end an answer in chat models, wherever a file does not say so itself.
 END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
 Q4_0_BYTES, Q4_0_GROUP = 18, 32
 OTHER_WAY = "quantise from the model's 16-bit Hugging Face folder instead"
+
+
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """gguf's reader, which past the end of a file reads nothing, for as many values as the file claims to have."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        found = super()._get(offset, dtype, count, override_order)
+        if len(found) != int(count):
+            raise ValueError(f"it ends within the {int(count)} values at byte {int(offset)}")
+        return found
 
 
 class GgufSource:
@@ -145,12 +193,15 @@ class GgufSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._reader = GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+            self._reader = _Reader(path)
+        # The library refuses nothing on purpose: what it stumbles over tells.
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: not a complete GGUF file ({error}); fetch the file again"
             ) from error
         self._fields = self._reader.fields
+        self._arch = ""
+        self._refuse_overlaps()
         with well_formed(str(path)):
             if self._get("split.count", 1) > 1:
                 raise self._refused(
@@ -164,6 +215,17 @@ class GgufSource:
             self._factors = {t.name: t for t in self._reader.tensors if t.name in factors}
             self._tensors = {self._hf_name(t.name): t for t in self._reader.tensors if t.name not in factors}
             self.config = self._config()
+
+    def _refuse_overlaps(self) -> None:
+        """Two tensors in the same bytes: one of the offsets is damaged."""
+        end = 0
+        for t in sorted(self._reader.tensors, key=lambda t: (int(t.data_offset), int(t.n_bytes))):
+            if int(t.data_offset) < end:
+                raise CheckpointError(
+                    f"{self.path}: tensor {t.name} begins at byte {int(t.data_offset)}, within the tensor before it; "
+                    "fetch the file again"
+                )
+            end = int(t.data_offset) + int(t.n_bytes)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -237,13 +299,28 @@ class GgufSource:
     def _get(self, key: str, *default: Any) -> Any:
         field = self._fields.get(key)
         if field is not None:
-            return field.contents()
+            with well_formed(f"{self.path}: {key}"):
+                value = field.contents()
+            return self._checked(key, value)
         if default:
             return default[0]
         raise CheckpointError(f"{self.path}: no key {key}; {OTHER_WAY}")
 
+    def _checked(self, key: str, value: Any) -> Any:
+        """Raises CheckpointError for a value of another kind than its key has."""
+        kind = next((kind for ends, kind in KINDS if key.endswith(ends)), None)
+        if TOKEN_ID.fullmatch(key):
+            count = len(self._get("tokenizer.ggml.tokens", []))
+            fits: Callable[[object], bool] = lambda v: isinstance(v, int) and 0 <= v < count  # noqa: E731
+            kind = (fits, f"one of the {count} tokens, by number")
+        elif kind is None and key.startswith(f"{self._arch}."):
+            kind = NUMBER
+        if kind is not None and not kind[0](value):
+            raise self._refused(key, value, kind[1])
+        return value
+
     def _refused(self, key: str, given: object, accepted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key}: given {given!r}, accepted {accepted}; {OTHER_WAY}")
+        return CheckpointError(f"{self.path}: {key}: given {given!r:.100}, accepted {accepted}; {OTHER_WAY}")
 
     def _hf_name(self, name: str) -> str:
         stem, _, leaf = name.rpartition(".")

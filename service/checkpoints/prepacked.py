@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from nybble.kernels.attention.sdpa import SdpaAttention
 from nybble.kernels.linear import Broken, LinearConfig, SavedWeight, W4A16Linear, select
 from nybble.kernels.target import Target
+from nybble.kernels.threads import single_steps
 from nybble.service.checkpoints.safetensors_file import ReadAhead, SafetensorsFile
 from nybble.service.errors import CheckpointError, well_formed
 
@@ -147,7 +148,7 @@ def prepack(folder: Path, on_bytes: Callable[[int, int], None] | None = None) ->
     tensors: dict[str, torch.Tensor] = {}
     configs: dict[str, dict[str, object]] = {}
     layouts: set[str] = set()
-    with open_checkpoint(folder, on_bytes) as checkpoint:
+    with single_steps(), open_checkpoint(folder, on_bytes) as checkpoint:
         config = read_config(checkpoint.config, folder)
         model = load(config, checkpoint, SdpaAttention(), DTYPE, device, 1)
         fingerprint = checkpoint.fingerprint

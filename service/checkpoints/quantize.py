@@ -1,7 +1,7 @@
 """`nybble quantize`: a 16-bit model (GGUF file or Hugging Face folder) to a compressed-tensors W4A16 folder.
 
-Linear layers of the decoder become int4, those that are Q4_0 in a GGUF file bit for bit; embeddings, norms, the head
-and routers are not quantised. What calibration learnt
+Linear layers of the decoder become int4, those that are Q4_0 in a GGUF file bit for bit; embeddings, norms and the
+head are not quantised. What calibration learnt
 about the head is noted in nybble.json, for servers that quantise the head as they load it. Tensors pass one at a
 time, so memory stays at one shard plus the largest tensor. The folder appears under its name only when complete.
 """
@@ -26,13 +26,16 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
-from nybble.service.checkpoints.base import HEAD_IMPORTANCE, NOTES, PLAIN, all_finite
+from nybble.service.checkpoints import PACKED, quantization_of
+from nybble.service.checkpoints.base import BUFFERS, HEAD_IMPORTANCE, KV_SCALES, NOTES, PLAIN, all_finite
 from nybble.service.checkpoints.calibration import HEAD, importance, text_tokens
 from nybble.service.checkpoints.files import TensorFiles
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.rounding import quantize_tensor
 from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN, read_json, write_json
+from nybble.service.models.config import read_config
+from nybble.service.models.load import needed_tensors
 
 __all__ = ["QuantizeOptions", "quantize", "quantize_tensor"]
 
@@ -46,11 +49,6 @@ FLOAT32_BYTES = 32 << 20  # a larger tensor is rounded to 16 bits on disk: servi
 SHARD_BYTES = 2 * 10**9
 SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 LAYER_WEIGHT = re.compile(r".*\.layers\.\d+\..*\.weight")
-ROUTERS = (
-    "gate",
-    "router",
-    "shared_expert_gate",
-)  # of mixtures of experts: tiny, and decide which expert runs
 SIXTEEN_BIT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,18 +101,23 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.config = read_json(folder / "config.json")
-        for key in ("quantization_config", "compression_config"):
-            if self.config.get(key):
-                if not isinstance(self.config[key], dict):
-                    raise CheckpointError(
-                        f"{folder / 'config.json'}: {key}: given {self.config[key]!r:.100}, accepted none, or an object; "
-                        "remove it if these are 16-bit weights"
-                    )
-                method = self.config[key].get("quant_method")
-                raise CheckpointError(
-                    f"{folder}: already quantised ({key}: {method}); accepted a 16-bit folder or a GGUF file"
-                )
+        settings, where = quantization_of(folder, self.config)
+        if settings and not isinstance(settings, dict):
+            raise CheckpointError(
+                f"{where}: given {settings!r:.100}, accepted none, or an object; remove it if these are 16-bit weights"
+            )
+        if settings:
+            raise CheckpointError(
+                f"{folder}: already quantised ({where}: {settings.get('quant_method')!s:.100}): serve it as it is; "
+                "accepted a 16-bit folder or a GGUF file"
+            )
         self._files = TensorFiles(folder)
+        packed = next((name for name in self._files.names() if name.endswith(PACKED)), None)
+        if packed is not None:
+            raise CheckpointError(
+                f"{folder}: already quantised (tensor {packed}), though nothing says how; accepted a 16-bit folder or a "
+                "GGUF file"
+            )
         declared = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         self.dtype = SIXTEEN_BIT.get(declared.removeprefix("torch."), torch.bfloat16)
 
@@ -160,9 +163,13 @@ def quantize(src: Path, dst: Path, options: QuantizeOptions | None = None, progr
     """
     options = options or QuantizeOptions()
     try:
+        dst = (
+            Path(os.path.realpath(dst)) if dst.is_symlink() else dst
+        )  # a link cannot be replaced by a folder
         refuse_filled(dst)
         source = open_source(src)
         plan = _plan(source, options, src)
+        _refuse_unservable(source, src)
         _say(source, plan, src)
         with staging(dst) as folder:
             source.write_files(folder)
@@ -195,10 +202,16 @@ def open_source(src: Path) -> Source:
 
 
 def refuse_filled(dst: Path) -> None:
-    """Raises CheckpointError when dst is anything but absent or an empty folder."""
+    """Raises CheckpointError when dst is anything but absent or an empty folder that can be replaced."""
+    if dst.is_symlink():
+        raise CheckpointError(f"{dst}: a link that leads to itself; remove it or choose another name")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(
             f"{dst}: already exists and is not an empty folder; remove it or choose another name"
+        )
+    if os.path.ismount(dst):
+        raise CheckpointError(
+            f"{dst}: something is mounted there; give a new folder in it, such as {dst / 'model'}"
         )
 
 
@@ -229,6 +242,32 @@ def _share(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
+def _refuse_unservable(source: Source, src: Path) -> None:
+    """Raises ConfigError or CheckpointError for a model that would be refused when served, before anything is written."""
+    config = read_config(source.config, src if src.is_dir() else None)
+    needed, there = needed_tensors(config), set(source.names())
+    for name, shape in needed.items():
+        if name not in there:
+            raise CheckpointError(
+                f"{src}: no tensor {name}, which {config.architecture} with this config.json needs; fetch the missing file"
+            )
+        if source.shape(name) != shape:
+            raise CheckpointError(
+                f"{src}: tensor {name}: given {list(source.shape(name))}, accepted {list(shape)} by config.json; the two do "
+                "not belong together"
+            )
+    for name in sorted(there - set(needed)):
+        module, _, leaf = name.rpartition(".")
+        spare = name == f"{HEAD}.weight" or name.endswith(BUFFERS) or leaf in KV_SCALES
+        if not spare and not (
+            leaf == "bias" and f"{module}.weight" in needed and not source.tensor(name).any()
+        ):
+            raise CheckpointError(
+                f"{src}: tensor {name}, which {config.architecture} with this config.json does not use; config.json and the "
+                "weights do not belong together"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Linear modules by what becomes of them: rounded to int4, or taken over as the int4 they are."""
@@ -248,7 +287,7 @@ def _plan(source: Source, options: QuantizeOptions, src: Path) -> Plan:
         q4_0 = group_size == EXACT_GROUP and len(shape) == 2 and source.type_name(name) == EXACT_TYPE
         if q4_0 and name == f"{HEAD}.weight":
             exact.append(module)
-        if not LAYER_WEIGHT.fullmatch(name) or len(shape) != 2 or module.rpartition(".")[2] in ROUTERS:
+        if not LAYER_WEIGHT.fullmatch(name) or len(shape) != 2:
             continue
         if not shape[0] or not shape[1]:
             raise CheckpointError(
@@ -412,7 +451,7 @@ def _write_config(source: Source, plan: Plan, options: QuantizeOptions, folder: 
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype
     config["quantization_config"] = quantization_config(
-        options, _left_out(source, plan), plan.exact, mixed=bool(plan.rounded)
+        options, [] if HEAD in plan.exact else [HEAD], plan.exact, mixed=bool(plan.rounded)
     )
     write_json(folder / "config.json", config)
 
@@ -450,19 +489,6 @@ def _group(group_size: int, symmetric: bool, targets: list[str]) -> dict[str, An
         "observer_kwargs": {},
     }
     return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
-
-
-def _left_out(source: Source, plan: Plan) -> list[str]:
-    """Linear modules that stay 16-bit: the head (tied ones too, which have no tensor of their own) and routers."""
-    quantised = {*plan.rounded, *plan.exact}
-    routers = (
-        name.removesuffix(".weight")
-        for name in source.names()
-        if LAYER_WEIGHT.fullmatch(name)
-        and len(source.shape(name)) == 2
-        and name.removesuffix(".weight") not in quantised
-    )
-    return [*([] if HEAD in quantised else [HEAD]), *routers]
 
 
 def _bar(what: str, total: int, progress: bool) -> Any:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from nybble.kernels.packing import SYMMETRIC_ZERO, W4A16Weight, pack_rows
+from nybble.kernels.threads import spread
 
 LEVELS = 15  # steps between the lowest and the highest 4-bit value
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the group's own range
 REFINEMENTS = 2
-CHUNK_ELEMENTS = 1 << 20  # weights searched at a time: the float32 temporaries stay within a few times 4 MiB
+CHUNK_ELEMENTS = 1 << 17  # weights searched at a time: their float32 temporaries stay in a core's cache
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,7 +45,8 @@ def quantize_tensor(
     scales = torch.empty(n, groups, dtype=dtype)
     zeros = torch.empty(n, groups, dtype=torch.uint8)
     rows = max(1, CHUNK_ELEMENTS // k)
-    for start in range(0, n, rows):
+
+    def search(start: int) -> None:
         part = slice(start, min(start + rows, n))
         count = part.stop - start
         # [G, groups of all rows]: sums over a group then run over the first dimension, which vectorises.
@@ -58,6 +60,8 @@ def quantize_tensor(
         q[part] = pack_rows(codes.t().reshape(count, k))
         scales[part] = s.view(count, groups)
         zeros[part] = z.to(torch.uint8).view(count, groups)
+
+    spread(search, range(0, n, rows))
     return W4A16Weight(
         q=q, scales=scales, zeros=None if symmetric else zeros, g_idx=None, group_size=group_size, n=n, k=k
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nybble.kernels.host_memory import empty_bytes
 from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN
 
@@ -106,7 +107,8 @@ class SafetensorsFile:
             stop = entry.start + rows * (entry.nbytes // shape[0])
             shape = (rows, *shape[1:])
         pinned = pin and stop - entry.start <= PIN_LIMIT_BYTES
-        data = torch.empty(stop - entry.start, dtype=torch.uint8, pin_memory=pinned)
+        size = stop - entry.start
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else empty_bytes(size)
         self._fill(data.numpy().data, entry.start, name)
         if drop:
             self._drop(entry.start, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from nybble.kernels import native
 from nybble.kernels.attention import AttentionBackend, CacheShape, choose
 from nybble.kernels.attention.selfcheck import paged_problem
 from nybble.kernels.bench.timing import copy_rate
+from nybble.kernels.host_memory import kept_blocks
 from nybble.kernels.linear import W4A16Linear, dense_bytes
 from nybble.kernels.linear.int8 import Int8Linear, can_run, quantize_rows
 from nybble.kernels.selfcheck import check_paths
@@ -26,6 +28,7 @@ from nybble.kernels.target import (
     shares_host_memory,
     usable_cores,
 )
+from nybble.kernels.threads import single_steps
 from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.checkpoints.prepacked import prepacked_layout
 from nybble.service.engine.engine import Engine
@@ -69,28 +72,26 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
     folder = Path(config.model)
     shared = device.type != "cpu" and shares_host_memory(device)
     pin = device.type == "cuda"
-    with large_blocks_go_back(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
+    with large_blocks_go_back(), kept_blocks(), open_checkpoint(folder, on_bytes, shared, pin) as checkpoint:
         model_config = read_config(checkpoint.config, folder)
         dtype = _dtype(config.dtype, model_config, device)
         attention, attention_passed = _attention(
             target, device, dtype, model_config.head_dim, config.block_size
         )
-        head = _head_quantizer(config.lm_head, checkpoint, model_config, dtype, device)
+        head = head_quantizer(config.lm_head, checkpoint, model_config, dtype, device)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
-        expected = replace(
-            _needs(config, model_config, checkpoint.total_bytes, dtype),
-            dense_bytes=_dense_bytes(checkpoint, model_config, dtype, target),
-        )
+        expected = _expected(config, checkpoint, model_config, dtype, target)
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
         selfcheck = check_paths(device, dtype, target)
         if not dense:  # a dense copy is made from the logical weight
             checkpoint.use_prepacked(prepacked_layout(target, dtype, selfcheck.left_out))
         length = min(config.max_model_len or model_config.default_positions, model_config.max_positions)
-        model = load(
-            model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
-        )
+        with single_steps() if device.type == "cpu" else nullcontext():
+            model = load(
+                model_config, checkpoint, attention, dtype, device, length, head, dense, selfcheck.left_out
+            )
         _refuse_unread(checkpoint, model_config)
 
     needs = _needs(config, model_config, model.nbytes, dtype)
@@ -130,6 +131,14 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         pci_address=pci_address(device),
     )
     return Engine(runner, info, config)
+
+
+def needs_before_loading(
+    config: EngineConfig, checkpoint: Checkpoint, target: Target, device: torch.device
+) -> MemoryNeeds:
+    """What build_engine's first plan is made from: sizes in the files alone. Of `device` only the type counts."""
+    model_config = read_config(checkpoint.config, Path(config.model))
+    return _expected(config, checkpoint, model_config, _dtype(config.dtype, model_config, device), target)
 
 
 def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
@@ -207,7 +216,7 @@ def _readings(device: torch.device) -> Readings:
     return Readings(host, free)
 
 
-def _head_quantizer(
+def head_quantizer(
     mode: str, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> HeadQuantizer | None:
     """auto: int4 on a CPU in bfloat16, where the head is a third of a small model's bytes; kept elsewhere."""
@@ -246,6 +255,13 @@ def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
 
 def _cache_shape(config: EngineConfig, m: DecoderConfig, dtype: torch.dtype, blocks: int) -> CacheShape:
     return CacheShape(m.layers, blocks, config.block_size, m.kv_heads, m.head_dim, dtype)
+
+
+def _expected(
+    config: EngineConfig, checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target
+) -> MemoryNeeds:
+    needs = _needs(config, m, checkpoint.total_bytes, dtype)
+    return replace(needs, dense_bytes=_dense_bytes(checkpoint, m, dtype, target))
 
 
 def _dense_bytes(checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target) -> int:

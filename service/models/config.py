@@ -662,18 +662,24 @@ def _yarn_attention_factor(fields: Mapping[str, Any], factor: float, where: str)
 
 def _eos_ids(raw: Mapping[str, Any], folder: Path | None) -> tuple[int, ...]:
     """Union of config.json's, generation_config.json's and the tokenizer's end-of-sequence ids, sorted."""
-    found: set[int] = set()
-    sources: list[Any] = [raw.get("eos_token_id")]
+    found = {*_ids_of(raw, "config.json")}
     if folder is not None:
-        sources.append(
-            read_json(folder / "generation_config.json", missing_is_empty=True).get("eos_token_id")
-        )
-        sources.append(_tokenizer_eos(folder))
-    for value in sources:
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, int) and not isinstance(item, bool):
-                found.add(item)
+        name = "generation_config.json"
+        found |= {*_ids_of(read_json(folder / name, missing_is_empty=True), name)}
+        own = _tokenizer_eos(folder)
+        found |= set() if own is None else {own}
     return tuple(sorted(found))
+
+
+def _ids_of(raw: Mapping[str, Any], file: str) -> list[int]:
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise ConfigError(
+            f"{file}: eos_token_id is {_short(value)}: accepted a whole number, or a list of them; correct it, since "
+            "without it no answer would end"
+        )
+    return ids
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

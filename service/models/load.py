@@ -98,6 +98,26 @@ def block_modules(c: DecoderConfig) -> dict[str, tuple[int, int]]:
     return {f"model.layers.{i}.{name}": shapes[name] for i in range(c.layers) for name in names}
 
 
+def needed_tensors(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of the unquantised model that `load` asks for."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{module}.weight": shape for module, shape in block_modules(c).items()
+    }
+    shapes |= {EMBEDDING: (c.vocab_size, c.hidden_size), FINAL_NORM: (c.hidden_size,)}
+    if not c.tie_word_embeddings:
+        shapes[f"{HEAD}.weight"] = (c.vocab_size, c.hidden_size)
+    biased = [name for names, has_bias in fused_modules(c).values() if has_bias for name in names]
+    for i in range(c.layers):
+        prefix = f"model.layers.{i}"
+        for name in (_POST_NORMS if c.post_norms else _NORMS).values():
+            shapes[f"{prefix}.{name}.weight"] = (c.hidden_size,)
+        for name in biased:
+            shapes[f"{prefix}.{name}.bias"] = shapes[f"{prefix}.{name}.weight"][:1]
+        for name in ("q", "k") if c.qk_norm else ():
+            shapes[f"{prefix}.self_attn.{name}_norm.weight"] = (c.head_dim,)
+    return shapes
+
+
 def load(
     config: DecoderConfig,
     source: WeightSource,

@@ -342,3 +342,13 @@ class TestResolve:
         found, refused = run.stdout.splitlines()
         assert found == str(repo / "snapshots" / commit)
         assert refused.startswith("org/other: no such folder here, and the hub did not give it")
+
+
+@pytest.mark.parametrize("leaf", ["qweight", "weight_packed"])
+def test_quantised_weights_whose_settings_are_missing(write: Any, leaf: str) -> None:
+    """Not 16-bit weights: what is missing is the file that says how they were quantised."""
+    folder = write(None, {f"model.layers.0.mlp.down_proj.{leaf}": torch.ones(8, 8, dtype=torch.int32)})
+    with pytest.raises(
+        CheckpointError, match=f"{leaf} is quantised, but nothing says how; .*quantize_config.json"
+    ):
+        open_checkpoint(folder)

@@ -761,3 +761,16 @@ def test_bits_written_with_a_point_are_whole_numbers(write, layer, bits: float) 
         _same(again, q, None, s)
     else:
         assert torch.equal(again, weight)
+
+
+@pytest.mark.parametrize("given", ["x", 5, ["group"]], ids=str)
+def test_an_actorder_that_is_not_known_is_named(write, given: Any) -> None:
+    weights = {"num_bits": 4, "group_size": 32, "strategy": "group", "actorder": given}
+    group = {"targets": ["Linear"], "weights": weights}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}
+    }  # fmt: skip
+    with pytest.raises(
+        CheckpointError, match=r"group_0: weights.actorder: given .*, accepted group or dynamic"
+    ):
+        open_checkpoint(write(quantization, {"x": torch.ones(1)}))

@@ -1,9 +1,13 @@
 import json
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
+from gguf.gguf_reader import ReaderField
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, Qwen2Tokenizer
@@ -136,8 +140,8 @@ def test_truncated_file(gguf_file: Path, tmp_path: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [
-        (b"smollm", b"smoll\xff", "tokenizer: a value is not of the kind"),
-        (b"llama", b"llam\xff", "a value is not of the kind"),
+        (b"smollm", b"smoll\xff", "tokenizer.ggml.pre: a value is not of the kind"),
+        (b"llama", b"llam\xff", "general.architecture: a value is not of the kind"),
     ],
     ids=["tokenizer", "architecture"],
 )
@@ -156,3 +160,99 @@ def test_heads_that_do_not_fit_the_tensors(gguf_writer: Any, tmp_path: Path, fol
     source.config["num_attention_heads"] = 1000
     with pytest.raises(CheckpointError, match=r"tensor blk.0.attn_q.weight .* cannot be read"):
         source.tensor("model.layers.0.self_attn.q_proj.weight")
+
+
+GARBAGE = ["x", -1, 1.5, [[1]], None]
+REFUSAL = re.compile(
+    r": (general|llama|tokenizer)[\w.]+: given .*, accepted .+; .*16-bit Hugging Face folder"
+)
+WITHOUT_MEANING = ("GGUF.", "general.")  # here; what a model is called, and the like
+
+
+def test_every_key_is_named_when_its_value_makes_no_sense(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all keys of a file: what is not understood is refused with the key and the value, or is understood."""
+    contents = ReaderField.contents
+    keys = [
+        key
+        for key in GGUFReader(gguf_file).fields
+        if not key.startswith(WITHOUT_MEANING) or key == "general.architecture"
+    ]
+    assert len(keys) >= 20
+    for key in keys:
+        refused = 0
+        for value in GARBAGE:
+            monkeypatch.setattr(
+                ReaderField,
+                "contents",
+                lambda field, *args, key=key, value=value: (
+                    value if field.name == key else contents(field, *args)
+                ),
+            )
+            try:
+                GgufSource(gguf_file).write_files(tmp_path)
+            except CheckpointError as error:
+                # Or another key, which no longer fits this one: a token beyond the end of a shorter list.
+                assert REFUSAL.search(error.message), (key, value, error.message)
+                refused += f": {key}: given " in error.message
+        assert refused >= 3, (key, refused)
+
+
+def _text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def _file(*keys: bytes, tensors: tuple[bytes, ...] = (), data: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(keys + tensors) + data
+
+
+def _key(name: str | bytes, kind: int, value: bytes) -> bytes:
+    return _text(name) + struct.pack("<I", kind) + value
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    return _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+UINT32, TEXT_KIND, ARRAY = 4, 8, 9
+LLAMA = _key("general.architecture", TEXT_KIND, _text("llama"))
+PAD = bytes(1 << 14)
+
+
+@pytest.mark.parametrize(
+    "data",
+    {
+        "an endless list of numbers": _file(_key("x", ARRAY, struct.pack("<IQ", UINT32, 1 << 60))),
+        "an endless list of texts": _file(_key("x", ARRAY, struct.pack("<IQ", TEXT_KIND, 1 << 60))),
+        "an endless text": _file(_key("x", TEXT_KIND, struct.pack("<Q", (1 << 64) - 1))),
+        "endless keys": b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 63),
+        "endless tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 0),
+        "lists in lists": _file(_key("x", ARRAY, struct.pack("<IQ", ARRAY, 1) * 5000)),
+        "a list of nothing known": _file(_key("x", ARRAY, struct.pack("<IQ", 77, 3)) + PAD),
+        "a kind that is not known": _file(_key("x", 99, b"1234")),
+        "alignment 0": _file(LLAMA, _key("general.alignment", UINT32, struct.pack("<I", 0))),
+        "alignment 3": _file(LLAMA, _key("general.alignment", UINT32, struct.pack("<I", 3))),
+        "alignment in words": _file(LLAMA, _key("general.alignment", TEXT_KIND, _text("32"))),
+        "a key that is no text": _file(_key(b"\xff\xfe", UINT32, b"0000")),
+        "a key twice": _file(LLAMA, LLAMA),
+        "another version": b"GGUF" + struct.pack("<IQQ", 99, 0, 0),
+        "a tensor beyond bounds": _file(LLAMA, tensors=(_tensor("a", (1 << 40, 1 << 40)),), data=PAD),
+        "a tensor of too many dimensions": _file(LLAMA, tensors=(_text("a") + struct.pack("<I", 1 << 31),)),
+        "a tensor of no known type": _file(LLAMA, tensors=(_tensor("a", (32, 32), kind=99),), data=PAD),
+        "a tensor outside the file": _file(
+            LLAMA, tensors=(_tensor("a", (32, 32), offset=1 << 50),), data=PAD
+        ),
+        "two tensors in one place": _file(
+            LLAMA, tensors=(_tensor("a", (32, 32)), _tensor("b", (32, 32), offset=32)), data=PAD
+        ),
+        "a tensor twice": _file(LLAMA, tensors=(_tensor("a", (32, 32)), _tensor("a", (32, 32))), data=PAD),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_header_that_claims_what_is_not_there(data: tuple[str, bytes], tmp_path: Path) -> None:
+    """Refused at once: nothing is allocated for what a file only claims to hold."""
+    (tmp_path / "m.gguf").write_bytes(data[1])
+    with pytest.raises(CheckpointError, match="m.gguf: .*fetch the file again"):
+        GgufSource(tmp_path / "m.gguf")

@@ -14,7 +14,7 @@ from nybble.service.checkpoints import open_checkpoint
 from nybble.service.checkpoints import quantize as quantize_module
 from nybble.service.checkpoints.calibration import TEXT, importance, text_tokens
 from nybble.service.checkpoints.quantize import FolderSource, QuantizeOptions, quantize
-from nybble.service.errors import CheckpointError
+from nybble.service.errors import CheckpointError, ConfigError
 
 DATA = Path(__file__).parents[1] / "data"
 DOWN = "model.layers.1.mlp.down_proj"
@@ -229,9 +229,24 @@ class TestRefusals:
         ("change", "says"),
         [
             ({"intermediate_size": 512}, "tensor .* accepted .* by config.json"),
-            ({"vocab_size": 1024, "num_attention_heads": 3}, "transformers cannot build this model"),
+            ({"num_attention_heads": 3}, "num_attention_heads 3 is no multiple of num_key_value_heads 2"),
+            ({"vocab_size": 512}, r"model.embed_tokens.weight: given \[1024, 128\], accepted \[512, 128\]"),
+            ({"architectures": ["MixtralForCausalLM"]}, r"architectures is .*accepted one of \['Gemma2"),
+            ({"num_local_experts": 8}, "field not understood: num_local_experts"),
+            ({"tie_word_embeddings": False}, "no tensor lm_head.weight, which LlamaForCausalLM"),
+            ({"num_hidden_layers": 3}, r"no tensor model.layers.2.self_attn.q_proj.weight"),
+            ({"num_hidden_layers": 1}, r"model.layers.1.* does not use"),
         ],
-        ids=["size", "heads"],
+        ids=[
+            "size",
+            "heads",
+            "vocabulary",
+            "architecture",
+            "experts",
+            "untied",
+            "more layers",
+            "fewer layers",
+        ],
     )
     def test_config_that_does_not_fit_the_weights(
         self, folder_16_bit: Path, tmp_path: Path, change: dict[str, Any], says: str
@@ -239,9 +254,64 @@ class TestRefusals:
         shutil.copytree(folder_16_bit, tmp_path / "src")
         config = json.loads((tmp_path / "src" / "config.json").read_text())
         (tmp_path / "src" / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises((CheckpointError, ConfigError), match=says):
             quantize(tmp_path / "src", tmp_path / "out", progress=False)
         assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+    @pytest.mark.parametrize(
+        ("name", "change", "says"),
+        [
+            (
+                f"{DOWN}.weight",
+                lambda t: t.flatten(),
+                rf"{DOWN}.weight: given \[32768\], accepted \[128, 256\]",
+            ),
+            (
+                f"{DOWN}.weight",
+                lambda t: t[None],
+                rf"{DOWN}.weight: given \[1, 128, 256\], accepted \[128, 256\]",
+            ),
+            ("model.norm.weight", lambda t: t[:64], r"model.norm.weight: given \[64\], accepted \[128\]"),
+            ("model.embed_tokens.weight", lambda t: t * float("nan"), "not finite"),
+            (
+                f"{DOWN}.bias",
+                lambda t: torch.ones(128),
+                f"{DOWN}.bias, which LlamaForCausalLM .* does not use",
+            ),
+            (f"{DOWN}.qweight", lambda t: torch.ones(4), f"already quantised .tensor {DOWN}.qweight"),
+            (f"{DOWN}.weight", lambda t: None, f"no tensor {DOWN}.weight, which LlamaForCausalLM"),
+        ],
+        ids=["1-D", "3-D", "norm", "nan", "bias", "quantised", "missing"],
+    )
+    @pytest.mark.parametrize("calibrate", [True, False], ids=["calibrated", "plain"])
+    def test_what_serve_would_refuse(
+        self, folder_16_bit: Path, tmp_path: Path, name: str, change: Any, says: str, calibrate: bool
+    ) -> None:
+        shutil.copytree(folder_16_bit, tmp_path / "src")
+        tensors = load_file(tmp_path / "src" / "model.safetensors")
+        tensors[name] = change(tensors.get(name))
+        kept = {key: value.contiguous() for key, value in tensors.items() if value is not None}
+        save_file(kept, tmp_path / "src" / "model.safetensors")
+        with pytest.raises(CheckpointError, match=says):
+            quantize(tmp_path / "src", tmp_path / "out", QuantizeOptions(calibrate=calibrate), progress=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+    def test_a_bias_that_is_zero_throughout_is_no_matter(self, folder_16_bit: Path, tmp_path: Path) -> None:
+        shutil.copytree(folder_16_bit, tmp_path / "src")
+        tensors = load_file(tmp_path / "src" / "model.safetensors") | {f"{DOWN}.bias": torch.zeros(128)}
+        save_file(tensors, tmp_path / "src" / "model.safetensors")
+        quantize(tmp_path / "src", tmp_path / "out", PLAIN, progress=False)
+
+    @pytest.mark.parametrize(
+        ("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")]
+    )
+    def test_settings_in_a_file_of_their_own(
+        self, folder_16_bit: Path, tmp_path: Path, file: str, method: str
+    ) -> None:
+        shutil.copytree(folder_16_bit, tmp_path / "src")
+        (tmp_path / "src" / file).write_text('{"bits": 4, "group_size": 128}')
+        with pytest.raises(CheckpointError, match=f"already quantised .*{file}: {method}.*serve it as it is"):
+            quantize(tmp_path / "src", tmp_path / "out", PLAIN, progress=False)
 
     def test_tokenizer_of_another_model(self, folder_16_bit: Path) -> None:
         config = json.loads((folder_16_bit / "config.json").read_text())

@@ -314,3 +314,16 @@ def test_a_layer_count_beyond_all_bounds_is_refused():
         ConfigError, match="num_hidden_layers is 10+: accepted a positive whole number up to 10000"
     ):
         read_config(LLAMA | {"num_hidden_layers": 10**30})
+
+
+@pytest.mark.parametrize("given", ["2", [2, "3"], 2.0, True, {"id": 2}], ids=str)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_of_sequence_of_another_kind_is_named(tmp_path, file, given):
+    """Passed over, no answer would end."""
+    config = LLAMA
+    if file == "config.json":
+        config = LLAMA | {"eos_token_id": given}
+    else:
+        (tmp_path / file).write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(ConfigError, match=f"{file}: eos_token_id is .*: accepted a whole number, or a list"):
+        read_config(config, tmp_path)

@@ -55,8 +55,9 @@ class Memory:
         self.writable = np.zeros(GUARD_BYTES, bool)
 
     def put(self, array: np.ndarray, *, writable: bool = False) -> int:
-        """A copy of `array`; its address, a multiple of 256."""
-        return self._add(np.ascontiguousarray(array).view(np.uint8).reshape(-1), True, writable)
+        """A copy of `array`; its address, a multiple of 256. The last word of 4 bytes can be read whole, as everywhere."""
+        data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return self._add(np.pad(data, (0, -len(data) % 4)), True, writable)
 
     def room(self, nbytes: int) -> int:
         """Memory to write to, that holds nothing yet."""
@@ -688,6 +689,7 @@ def _matrix(parts: list[str], operands: list[str]) -> Step:
                 found += [(2 * i, halves[:, 0]), (2 * i + 1, halves[:, 1])]
         return found
 
+    @np.errstate(all="ignore")
     def step(wave: Wave) -> None:
         if not wave.mask.all():
             raise Fault("is executed by a part of the wave")

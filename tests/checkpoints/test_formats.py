@@ -780,7 +780,7 @@ def test_an_actorder_that_is_not_known_is_named(write, given: Any) -> None:
 def test_a_pattern_that_takes_forever_is_named(write, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """`re` would not come back within the age of the universe, and could not be stopped."""
     monkeypatch.setattr("nybble.service.checkpoints.patterns.LIMIT_S", 0.05)
-    endless, module = r"(?:.|..)+[!?]$", "model.layers.0.self_attn.q_proj"
+    endless, module = r"(?:.|..)+[!?]$", "model.layers.0.self_attn.q_proj_with_a_longer_name"
     weights = {"num_bits": 4, "group_size": 32, "strategy": "group"}
     group = {"targets": ["re:" + endless] if method == "targets" else ["Linear"], "weights": weights}
     quantization: dict[str, Any] = {

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2
 DRAIN_LOOK_S = 0.05
 BACKLOG = 2048
+# How long a connection may wait for its next request: longer than clients and load balancers keep theirs (5 to 60 s), or
+# they would send it at the moment in which it is closed here.
+KEEP_ALIVE_S = 75
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENGINE_EXIT_S = 10.0
 PROGRESS_EVERY_S = 2.0
@@ -185,6 +188,7 @@ def _uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         ssl_certfile=settings.tls_certfile or None,
         ssl_keyfile=settings.tls_keyfile or None,
         timeout_graceful_shutdown=GRACE_S,

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nybble.service.checkpoints import open_checkpoint, resolve
 from nybble.service.errors import CheckpointError
+from nybble.service.models import read_config
 
 DATA = Path(__file__).parents[1] / "data" / "llama-ct-g32"
 
@@ -372,3 +373,13 @@ def test_quantised_weights_whose_settings_are_missing(write: Any, leaf: str) -> 
         CheckpointError, match=f"{leaf} is quantised, but nothing says how; .*quantize_config.json"
     ):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(DATA, tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: .*(something else than a file|no file, but a pipe)"):
+        with open_checkpoint(folder) as checkpoint:
+            read_config(checkpoint.config, folder)

@@ -37,6 +37,8 @@ from under_load import (
 )
 from waiting import free_port, wait_until
 
+from nybble.service.server import KEEP_ALIVE_S
+
 NGINX = Path(__file__).parents[2] / "deploy" / "nginx"
 PROGRAM = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
@@ -125,6 +127,13 @@ def test_a_worker_may_open_as_many_files_as_it_has_connections() -> None:
     (connections,) = re.findall(r"^    worker_connections (\d+);$", text, re.MULTILINE)
     (files,) = re.findall(r"^worker_rlimit_nofile (\d+);$", text, re.MULTILINE)
     assert int(files) >= 2 * int(connections)
+
+
+def test_idle_connections_are_closed_by_nginx_and_not_by_the_host() -> None:
+    text = (NGINX / "nginx.conf").read_text()
+    (seconds,) = re.findall(r"keepalive_timeout (\d+)s;$", text, re.MULTILINE)
+    assert int(seconds) < KEEP_ALIVE_S
+    assert f"the {KEEP_ALIVE_S} s after which the service closes" in text
 
 
 def test_the_first_event_comes_while_the_rest_is_made(site: Site) -> None:

@@ -23,7 +23,7 @@ from fake_engine import CRASH_AFTER_3, SLOW
 from http_fixtures import ServerProcess, alive, run_server
 
 from nybble.service.engine.protocol import Loading
-from nybble.service.server import LoadingProgress, engine_client, listen
+from nybble.service.server import LoadingProgress, _uvicorn_config, engine_client, listen
 from nybble.service.settings import Settings
 
 
@@ -406,6 +406,11 @@ def test_a_host_that_cannot_be_ends_with_one_sentence(folder: Path, tmp_path: Pa
     assert code == 1
     assert log.splitlines()[-1].startswith("nybble: cannot listen on a..b:0: ")
     assert "Traceback" not in log
+
+
+def test_connections_are_kept_for_longer_than_clients_and_load_balancers_keep_theirs() -> None:
+    """Or they would send a request at the moment in which its connection is closed."""
+    assert _uvicorn_config(None, Settings(model="x")).timeout_keep_alive > 60
 
 
 def test_torch_is_never_imported(model_folder: Path) -> None:

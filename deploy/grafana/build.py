@@ -181,7 +181,11 @@ def now() -> list[stat.Panel]:
 
 
 def requests() -> list[timeseries.Panel]:
-    rejected = Query(f"sum by (reason) ({rate('rejected_total')})", "rejected: {{reason}}")
+    # Reasons that there have been, of all that there are.
+    rejected = Query(
+        f"sum by (reason) ({rate('rejected_total')}) and sum by (reason) ({of('rejected_total')}) > 0",
+        "rejected: {{reason}}",
+    )
     failed = Query(f"sum({rate('requests_total', finish_reason='error')})", "failed in the engine")
     return [
         lines("Time to the first token", quantiles("time_to_first_token_seconds"), "s",

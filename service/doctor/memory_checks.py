@@ -98,28 +98,27 @@ def _setting(module: str, gib: int) -> str:
     return f"{module}.pages_limit={gib * known.PAGES_PER_GIB}"
 
 
-def _parameters(host: Host) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in host.command_line if "=" in word)
-
-
 def _other(module: str) -> str:
     return "ttm" if module == "amdttm" else "amdttm"
 
 
 def _trap(host: Host, module: str) -> str:
     """A setting that does not do what it was meant to."""
-    given, other = _parameters(host), f"{_other(module)}.pages_limit"
-    if "amdgpu.gttsize" in given and given["amdgpu.gttsize"] != "-1":
-        return f"amdgpu.gttsize={given['amdgpu.gttsize']} (MiB) is deprecated and leaves {module}.pages_limit as it is"
+    given, other = host.module_parameters(), f"{_other(module)}.pages_limit"
+    gtt_size = given.get("amdgpu.gttsize")
+    if gtt_size and gtt_size.value != "-1":
+        return f"amdgpu.gttsize={gtt_size.value} (MiB) is deprecated and leaves {module}.pages_limit as it is"
     if other in given and f"{module}.pages_limit" not in given:
         return f"{other} is for a module that is not loaded here: it does nothing"
     return ""
 
 
 def _leftovers(host: Host, module: str) -> str:
-    given = _parameters(host)
+    given = host.module_parameters()
     stale = ("amdgpu.gttsize", f"{_other(module)}.pages_limit", f"{_other(module)}.page_pool_size")
-    found = [name for name in stale if name in given]
+    found = [
+        f"{name} (in {given[name].file})" if given[name].file else name for name in stale if name in given
+    ]
     return f", without {', '.join(found)}" if found else ""
 
 

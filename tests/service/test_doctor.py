@@ -159,6 +159,48 @@ def test_settings_that_do_not_do_what_they_were_meant_to(
     assert f"command line: {'amdttm' if dkms else 'ttm'}.pages_limit=28311552" in told
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        (
+            "amdgpu.conf",
+            "# GPU\noptions amdgpu dc=1 gttsize=110592\n",
+            "amdgpu.gttsize=110592 (MiB) is deprecated",
+        ),
+        (
+            "ttm.conf",
+            "options amdttm \\\n pages_limit=28311552 page_pool_size=1\n",
+            "amdttm.pages_limit is for a module",
+        ),
+    ],
+)
+def test_modprobes_files_are_read_like_the_command_line(
+    file: str, text: str, says: str, halo: FakeHost
+) -> None:
+    halo.write(f"/etc/modprobe.d/{file}", text)
+    halo.write("/proc/cmdline", "ro")
+    halo.write(f"/etc/modprobe.d/{file}.off", "options amdgpu gttsize=1\n")
+    told = found(halo, "mapping limit")
+    assert told.startswith("warning") and says in told
+    assert f"without {says.split('=')[0].split()[0]} (in /etc/modprobe.d/{file})" in told
+
+
+@pytest.mark.parametrize(
+    "line", ["options ttm pages_limit=28311552", "#options amdgpu gttsize=9", "blacklist x"]
+)
+def test_files_of_modprobe_that_are_as_they_should_be(line: str, halo: FakeHost) -> None:
+    halo.write("/etc/modprobe.d/ttm.conf", line + "\n")
+    halo.write("/proc/cmdline", "ro")
+    assert found(halo, "mapping limit").startswith("ok")
+
+
+def test_the_command_line_counts_more_than_modprobes_files(halo: FakeHost) -> None:
+    halo.write("/etc/modprobe.d/amdgpu.conf", "options amdgpu gttsize=9 cwsr-enable=0\n")
+    halo.write("/proc/cmdline", "amdgpu.gttsize=-1")
+    assert "is deprecated" not in found(halo, "mapping limit")
+    assert found(halo, "driver").startswith("note") and "cwsr_enable=0" in found(halo, "driver")
+
+
 def test_a_large_frame_buffer_is_memory_lost(tmp_path: Path) -> None:
     told = found(fake_host.strix_halo(tmp_path, vram_gib=64, gtt_gib=30), "memory")
     assert told.startswith("warning") and "UMA" in told and "never to be added" in told
@@ -717,9 +759,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_an_empty_root(tmp_path: Path) -> None:
-    facts = Facts(
-        Host(tmp_path, {}, 1000, frozenset(), lambda path: None), ask_torch=lambda: Torch(version="2.13.0")
-    )
+    host = Host(tmp_path, {}, 1000, frozenset(), lambda path: None)
+    facts = Facts(host, ask_torch=lambda: Torch(version="2.13.0"), packages=dict, ranges=dict)
     assert read_gpus(facts.host) == ()
     assert severities(examine(facts)) == {"chip": "note", "memory": "error", "torch": "ok"}
 

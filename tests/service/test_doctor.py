@@ -604,6 +604,14 @@ def test_a_bad_variable_is_said_before_serve_says_it(monkeypatch: pytest.MonkeyP
     assert found(halo, "settings").startswith("error | NYBBLE_PORT='http' is not accepted")
 
 
+def test_a_variable_that_nobody_reads_is_named(halo: FakeHost) -> None:
+    halo.environ |= {"NYBBLE_MAX_RUNING": "4", "NYBBLE_MODEL": "demo"}
+    told = found(halo, "settings")
+    assert told.startswith("warning | NYBBLE_MAX_RUNING is no setting") and "NYBBLE_MAX_RUNNING meant" in told
+    del halo.environ["NYBBLE_MAX_RUNING"]
+    assert found(halo, "settings").startswith("ok | NYBBLE_MODEL")
+
+
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [("6.14.0-1018-oem", (6, 14, 0)), ("v7", (7,)), ("", ()), ("rolling", ()), ("7.11.0a2", (7, 11, 0))],

@@ -57,16 +57,20 @@ def pools(facts: Facts) -> Finding:
 
 def mapping_limit(facts: Facts) -> Finding | None:
     """On an APU: how much the GPU may map (GTT), and what to put on the kernel command line."""
-    gpu, addressable = facts.gpu, facts.addressable_bytes
+    gpu, memory, addressable = facts.gpu, facts.memory, facts.addressable_bytes
     total = facts.host.meminfo().get("MemTotal")
-    if gpu is None or addressable is None or total is None or not known.shares_memory(gpu.arch):
+    if gpu is None or memory is None or addressable is None or total is None:
+        return None
+    if not known.shares_memory(gpu.arch):
         return None
     module = ttm_module(facts.host)
     limit = facts.host.number(f"/sys/module/{module}/parameters/pages_limit")
     wanted_gib = proposed_gib(total)
-    told = f"the GPU may map {size(addressable)} of {size(total)}"
+    told = f"the GPU may map {size(memory.gtt_total_bytes)} of {size(total)}"
     if limit is not None:
         told += f" ({module}.pages_limit={limit}, {limit / known.PAGES_PER_GIB:.1f} GiB)"
+    if memory.vram_total_bytes > memory.gtt_total_bytes:
+        told += f"; its frame buffer of {size(memory.vram_total_bytes)} is larger, and what it takes"
     accepted = f"{module}.pages_limit = GiB x {known.PAGES_PER_GIB} (pages of 4 KiB)"
     change = f"kernel command line: {_setting(module, wanted_gib)} for {wanted_gib} GiB{_leftovers(facts.host, module)}. {WHERE}"
     if addressable < LEAST_BYTES:

@@ -201,6 +201,13 @@ def test_the_command_line_counts_more_than_modprobes_files(halo: FakeHost) -> No
     assert found(halo, "driver").startswith("note") and "cwsr_enable=0" in found(halo, "driver")
 
 
+def test_what_may_be_mapped_is_of_what_linux_has(tmp_path: Path) -> None:
+    host = fake_host.strix_halo(tmp_path, vram_gib=96, gtt_gib=15.5)
+    host.write("/proc/meminfo", "MemTotal: 32505856 kB\nMemAvailable: 30000000 kB\n")
+    told = found(host, "mapping limit")
+    assert "may map 15.5 GiB of 31.0 GiB" in told and "frame buffer of 96.0 GiB is larger" in told
+
+
 def test_a_large_frame_buffer_is_memory_lost(tmp_path: Path) -> None:
     told = found(fake_host.strix_halo(tmp_path, vram_gib=64, gtt_gib=30), "memory")
     assert told.startswith("warning") and "UMA" in told and "never to be added" in told
@@ -250,7 +257,12 @@ def test_without_torchs_word_the_drivers_figures_are_planned_with(
     [
         ("demo", "note | demo has not been fetched yet"),
         ("org/never-fetched", "note | org/never-fetched has not been fetched yet"),
-        ("/some/model.gguf", "note | /some/model.gguf is planned from the folder that it is converted to"),
+        (
+            "org/name/model.gguf",
+            "note | org/name/model.gguf is planned from the folder that it is converted to",
+        ),
+        ("/no/such/model.gguf", "error | /no/such/model.gguf: no folder with a config.json and no GGUF file"),
+        ("no\0name.gguf", "error | "),
         ("/no/such/folder", "error | /no/such/folder: no folder with a config.json"),
         ("no\0name", "error | "),
     ],
@@ -261,6 +273,12 @@ def test_nothing_is_fetched_for_a_plan(
     monkeypatch.setenv("HF_HUB_CACHE", str(halo.root / "hub"))
     assert local_folder(model) is None
     assert found(halo, "plan", model).startswith(says)
+
+
+def test_a_gguf_file_is_planned_where_it_is_converted_to(tmp_path: Path, halo: FakeHost) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path, tmp_path / "a.gguf"):
+        assert found(halo, "plan", str(model)).startswith(f"note | {model} is planned from the folder")
 
 
 def test_a_folder_that_cannot_be_served_is_named(tmp_path: Path, halo: FakeHost) -> None:

@@ -257,7 +257,7 @@ def memory() -> list[timeseries.Panel]:
         ], "percentunit", "Part of the KV blocks in use.").max(1),
         lines("Preemptions", [
             Query(f"sum by (instance) ({rate('preemptions_total')})", "{{instance}}"),
-        ], "ops", "Running requests that lost their KV blocks and are computed again."),
+        ], "ops", "Running requests that made way for another one, or for lack of KV blocks, and are computed again."),
         lines("Prefix cache hits", [
             Query(f"sum({rate('prefix_cache_hits_tokens_total')}) / sum({rate('prefix_cache_queries_tokens_total')})",
                   "of prompt tokens"),

@@ -30,6 +30,7 @@ COLUMN_PX, ROW_PX, HEAD_PX, GAP_PX, DPI = 60, 33, 46, 4, 100
 COLORS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#12959f", "#c4162a", "#b8860b", "#777777")
 PAGE, CARD, EDGE, INK, FAINT = "#f4f5f8", "#ffffff", "#dfe2e8", "#24292f", "#7b838f"
 STAT_COLORS = {"green": "#37872d", "orange": "#e0752d", "red": "#e02f44"}
+KEPT = tuple(dict.fromkeys((PAGE, CARD, EDGE, INK, FAINT, *STAT_COLORS.values(), *COLORS)))
 # (from this many, divided by, written as)
 TIME = ((60.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "µs"))
 BYTES = ((2.0**30, 2.0**30, "GiB"), (2.0**20, 2.0**20, "MiB"), (2.0**10, 2.0**10, "KiB"), (0.0, 1.0, "B"))
@@ -111,7 +112,7 @@ def _save(figure: Figure, path: Path) -> None:
     whole = io.BytesIO()
     figure.savefig(whole, format="png", facecolor=PAGE)
     image = Image.open(whole).convert("RGB")
-    kept = [part for color in (*STAT_COLORS.values(), *COLORS) for part in ImageColor.getrgb(color)]
+    kept = [part for color in KEPT for part in ImageColor.getrgb(color)]
     usual = image.quantize(256 - len(kept) // 3).getpalette() or []
     palette = Image.new("P", (1, 1))
     palette.putpalette([*kept, *usual[: 3 * 256 - len(kept)]])

@@ -85,7 +85,7 @@ def test_a_heat_map_shows_each_bucket_alone() -> None:
     assert counts.tolist() == [[2, 0, 9], [3, 5, 0]]
 
 
-@pytest.mark.parametrize("color", sorted({*page.STAT_COLORS.values(), *page.COLORS}))
+@pytest.mark.parametrize("color", page.KEPT)
 def test_a_color_of_few_pixels_is_kept(color: str, tmp_path: Path) -> None:
     figure = page.Figure(figsize=(2, 2), dpi=100)
     axes = figure.add_axes((0, 0, 1, 1))

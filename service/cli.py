@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nybble.service.errors import ConfigError, NybbleError
-from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name, load_settings
+from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name, ignored_variables, load_settings
 
 EXIT_RUNTIME, EXIT_USAGE = 1, 2
 
@@ -111,6 +112,8 @@ def serve(flags: dict[str, Any]) -> None:
     from nybble.service import logs, server
 
     logs.configure_logging(settings.log_config())
+    for sentence in ignored_variables(os.environ):
+        logging.getLogger(__name__).warning("%s", sentence)
     # The processes that this one starts have no use for them.
     os.environ.pop("NYBBLE_API_KEYS", None)
     # A port that is taken is reported at once, not after the model has been found and loaded.

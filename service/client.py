@@ -548,6 +548,8 @@ class EngineClient:
     def _bury(self, exit_code: int | None) -> None:
         """Carries the dead engine's counters over; requests it did not finish count as errors."""
         stats, self._stats = self._stats, EngineStats()
+        # The next engine may have other paths, and is to be judged by its own calls.
+        self.gemm_latest = {}
         lost = stats.running + stats.waiting
         unseen = max(0, len(self._live) - lost)
         if self.state not in (EngineState.STOPPED, EngineState.FAILED):

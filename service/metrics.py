@@ -259,11 +259,15 @@ _OBSERVED: dict[str, type] = {
 
 @dataclass
 class Metrics:
-    """The metrics of one app, in a registry of its own. Implements client.Observer."""
+    """The metrics of one app, in a registry of its own. Implements client.Observer.
+
+    reasons: of rejections. Their series are there from the start: a rate does not see a series begin above 0.
+    """
 
     model_name: str
     snapshot: Callable[[], Snapshot]
     aliases: bool = True
+    reasons: Iterable[str] = ()
     registry: prometheus_client.CollectorRegistry = field(
         default_factory=lambda: prometheus_client.CollectorRegistry(auto_describe=False)
     )
@@ -278,6 +282,8 @@ class Metrics:
         self._next_token = self._observed["inter_token_latency_seconds"]
         self._per_token = self._observed["time_per_output_token_seconds"]
         self._e2e = self._observed["e2e_request_latency_seconds"]
+        for reason in self.reasons:
+            self._child("rejected_total", (reason,))
         self.registry.register(_Families(self))
 
     def render(self) -> bytes:

@@ -181,7 +181,11 @@ def now() -> list[stat.Panel]:
 
 
 def requests() -> list[timeseries.Panel]:
-    rejected = Query(f"sum by (reason) ({rate('rejected_total')})", "rejected: {{reason}}")
+    # Reasons that there have been, of all that there are.
+    rejected = Query(
+        f"sum by (reason) ({rate('rejected_total')}) and sum by (reason) ({of('rejected_total')}) > 0",
+        "rejected: {{reason}}",
+    )
     failed = Query(f"sum({rate('requests_total', finish_reason='error')})", "failed in the engine")
     return [
         lines("Time to the first token", quantiles("time_to_first_token_seconds"), "s",
@@ -253,7 +257,7 @@ def memory() -> list[timeseries.Panel]:
         ], "percentunit", "Part of the KV blocks in use.").max(1),
         lines("Preemptions", [
             Query(f"sum by (instance) ({rate('preemptions_total')})", "{{instance}}"),
-        ], "ops", "Running requests that lost their KV blocks and are computed again."),
+        ], "ops", "Running requests that made way for another one, or for lack of KV blocks, and are computed again."),
         lines("Prefix cache hits", [
             Query(f"sum({rate('prefix_cache_hits_tokens_total')}) / sum({rate('prefix_cache_queries_tokens_total')})",
                   "of prompt tokens"),

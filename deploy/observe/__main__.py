@@ -36,8 +36,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     for panel in drawn:
-        for expr in panel.missing:
-            print(f"no data in {panel.panel.title!r}: {expr}")
+        if panel.missing:
+            print(panel.what_is_missing())
     print(f"the dashboard: {page}")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from panels import COLUMNS, Panel, Query
-from PIL import Image
+from PIL import Image, ImageColor
 from stack import Series
 
 Fetch = Callable[[Query], list[Series]]
@@ -29,6 +30,7 @@ COLUMN_PX, ROW_PX, HEAD_PX, GAP_PX, DPI = 60, 33, 46, 4, 100
 COLORS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#12959f", "#c4162a", "#b8860b", "#777777")
 PAGE, CARD, EDGE, INK, FAINT = "#f4f5f8", "#ffffff", "#dfe2e8", "#24292f", "#7b838f"
 STAT_COLORS = {"green": "#37872d", "orange": "#e0752d", "red": "#e02f44"}
+KEPT = tuple(dict.fromkeys((PAGE, CARD, EDGE, INK, FAINT, *STAT_COLORS.values(), *COLORS)))
 # (from this many, divided by, written as)
 TIME = ((60.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "µs"))
 BYTES = ((2.0**30, 2.0**30, "GiB"), (2.0**20, 2.0**20, "MiB"), (2.0**10, 2.0**10, "KiB"), (0.0, 1.0, "B"))
@@ -45,6 +47,13 @@ class Drawn:
     @property
     def missing(self) -> list[str]:
         return [expr for expr, count in self.found.items() if not count]
+
+    def what_is_missing(self) -> str:
+        """In a line, and why where that is known."""
+        names = list(dict.fromkeys(re.findall(r"nybble_\w+", " ".join(self.missing))))
+        amdgpus = all(name.startswith(("nybble_gtt_", "nybble_vram_")) for name in names)
+        why = " (only amdgpu tells GTT and VRAM)" if amdgpus else ""
+        return f"no data in {self.panel.title!r}: {', '.join(names)}{why}"
 
 
 def number(value: float, unit: str) -> str:
@@ -98,11 +107,16 @@ def has_number(series: Series) -> bool:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """With a palette, a third of the size and no difference that is seen."""
+    """With a palette, a third of the size. Colors that mean something are in it whatever else is drawn: of few pixels, red
+    would become orange."""
     whole = io.BytesIO()
     figure.savefig(whole, format="png", facecolor=PAGE)
-    image = Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    image.save(path, optimize=True)
+    image = Image.open(whole).convert("RGB")
+    kept = [part for color in KEPT for part in ImageColor.getrgb(color)]
+    usual = image.quantize(256 - len(kept) // 3).getpalette() or []
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([*kept, *usual[: 3 * 256 - len(kept)]])
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 @dataclass(frozen=True)

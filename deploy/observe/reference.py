@@ -51,7 +51,7 @@ Made from [service/metrics.py](../service/metrics.py) by `python deploy/observe/
 `GET /metrics` has them in Prometheus's text format. A histogram has the series `_bucket` (with the label `le`), `_sum` and `_count`. All figures of a
 scrape are of one moment: `nybble_requests_started_total` is the sum of `nybble_requests_total`, `nybble_requests_running` and `nybble_requests_waiting`.
 The memory plan, the self-check and the bandwidth ratio are there while an engine is ready, so that their absence tells that none is; a series with
-a label that only events name (`nybble_rejected_total`, `nybble_http_requests_total`, `nybble_jit_*`) is there from the first of them on, GTT and VRAM where the amdgpu
+a label that only events name (`nybble_http_requests_total`, `nybble_jit_*`) is there from the first of them on, GTT and VRAM where the amdgpu
 driver tells them. Counters go on when the engine is restarted, and begin at 0 when the server is.
 
 How to read them: [operations.md](operations.md); queries in use: [recording rules](../deploy/prometheus/recording.yml),

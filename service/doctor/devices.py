@@ -108,7 +108,8 @@ def driver(facts: Facts) -> Finding | None:
         )
     version = host.text("/sys/module/amdgpu/version")
     told = f"amdgpu {version}, AMD's own (DKMS)" if version else f"amdgpu of Linux {host.kernel or '?'}"
-    if any(word.startswith("amdgpu.cwsr_enable=0") for word in host.command_line):
+    cwsr = host.module_parameters().get("amdgpu.cwsr_enable")
+    if cwsr is not None and cwsr.value == "0":
         return note(
             f"{told}, with amdgpu.cwsr_enable=0",
             change="a workaround for faulty firmware and older kernels: remove it when both are mended",

@@ -15,6 +15,8 @@ from pathlib import Path
 
 # The longest file that is read is dpkg's list of packages, some megabytes.
 _MOST_BYTES = 64 << 20
+# The later one counts more, as in modprobe.d(5).
+_MODPROBE = ("/lib/modprobe.d", "/usr/lib/modprobe.d", "/run/modprobe.d", "/etc/modprobe.d")
 _NUMBER = re.compile(r"(0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20})", re.ASCII)
 
 
@@ -27,6 +29,14 @@ class Node:
     gid: int
     mode: int
     refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What a module is given. file: of modprobe; "" for the kernel's command line."""
+
+    value: str
+    file: str = ""
 
 
 def read_node(path: str) -> Node | None:
@@ -103,6 +113,17 @@ class Host:
     @property
     def command_line(self) -> list[str]:
         return self.text("/proc/cmdline").split()
+
+    def module_parameters(self) -> dict[str, Parameter]:
+        """By module and name, such as amdgpu.gttsize; the kernel's command line counts more than modprobe's files."""
+        words = []
+        for file in (f"{folder}/{name}" for folder in _MODPROBE for name in self.names(folder)):
+            text = self.text(file).replace("\\\n", " ") if file.endswith(".conf") else ""
+            for module, given in re.findall(r"^[ \t]*options[ \t]+(\S+)[ \t]+(.*)$", text, re.MULTILINE):
+                words += [(f"{module}.{word}", file) for word in given.split()]
+        words += [(word, "") for word in self.command_line]
+        split = [(*word.split("=", 1), file) for word, file in words if "=" in word]
+        return {name.replace("-", "_"): Parameter(value, file) for name, value, file in split}
 
     @property
     def in_container(self) -> bool:

@@ -57,16 +57,20 @@ def pools(facts: Facts) -> Finding:
 
 def mapping_limit(facts: Facts) -> Finding | None:
     """On an APU: how much the GPU may map (GTT), and what to put on the kernel command line."""
-    gpu, addressable = facts.gpu, facts.addressable_bytes
+    gpu, memory, addressable = facts.gpu, facts.memory, facts.addressable_bytes
     total = facts.host.meminfo().get("MemTotal")
-    if gpu is None or addressable is None or total is None or not known.shares_memory(gpu.arch):
+    if gpu is None or memory is None or addressable is None or total is None:
+        return None
+    if not known.shares_memory(gpu.arch):
         return None
     module = ttm_module(facts.host)
     limit = facts.host.number(f"/sys/module/{module}/parameters/pages_limit")
     wanted_gib = proposed_gib(total)
-    told = f"the GPU may map {size(addressable)} of {size(total)}"
+    told = f"the GPU may map {size(memory.gtt_total_bytes)} of {size(total)}"
     if limit is not None:
         told += f" ({module}.pages_limit={limit}, {limit / known.PAGES_PER_GIB:.1f} GiB)"
+    if memory.vram_total_bytes > memory.gtt_total_bytes:
+        told += f"; its frame buffer of {size(memory.vram_total_bytes)} is larger, and what it takes"
     accepted = f"{module}.pages_limit = GiB x {known.PAGES_PER_GIB} (pages of 4 KiB)"
     change = f"kernel command line: {_setting(module, wanted_gib)} for {wanted_gib} GiB{_leftovers(facts.host, module)}. {WHERE}"
     if addressable < LEAST_BYTES:
@@ -98,28 +102,27 @@ def _setting(module: str, gib: int) -> str:
     return f"{module}.pages_limit={gib * known.PAGES_PER_GIB}"
 
 
-def _parameters(host: Host) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in host.command_line if "=" in word)
-
-
 def _other(module: str) -> str:
     return "ttm" if module == "amdttm" else "amdttm"
 
 
 def _trap(host: Host, module: str) -> str:
     """A setting that does not do what it was meant to."""
-    given, other = _parameters(host), f"{_other(module)}.pages_limit"
-    if "amdgpu.gttsize" in given and given["amdgpu.gttsize"] != "-1":
-        return f"amdgpu.gttsize={given['amdgpu.gttsize']} (MiB) is deprecated and leaves {module}.pages_limit as it is"
+    given, other = host.module_parameters(), f"{_other(module)}.pages_limit"
+    gtt_size = given.get("amdgpu.gttsize")
+    if gtt_size and gtt_size.value != "-1":
+        return f"amdgpu.gttsize={gtt_size.value} (MiB) is deprecated and leaves {module}.pages_limit as it is"
     if other in given and f"{module}.pages_limit" not in given:
         return f"{other} is for a module that is not loaded here: it does nothing"
     return ""
 
 
 def _leftovers(host: Host, module: str) -> str:
-    given = _parameters(host)
+    given = host.module_parameters()
     stale = ("amdgpu.gttsize", f"{_other(module)}.pages_limit", f"{_other(module)}.page_pool_size")
-    found = [name for name in stale if name in given]
+    found = [
+        f"{name} (in {given[name].file})" if given[name].file else name for name in stale if name in given
+    ]
     return f", without {', '.join(found)}" if found else ""
 
 

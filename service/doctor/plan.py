@@ -8,7 +8,7 @@ import torch
 
 from nybble.kernels.native.offline import offline_target
 from nybble.kernels.target import Target, cpu_target
-from nybble.service.checkpoints import DEMO, HUB_ID, open_checkpoint
+from nybble.service.checkpoints import DEMO, HUB_FILE, HUB_ID, open_checkpoint
 from nybble.service.doctor.facts import Facts
 from nybble.service.doctor.findings import Finding, error, note, ok, size
 from nybble.service.engine.load import needs_before_loading
@@ -39,13 +39,22 @@ def _not_here(model: str) -> Finding:
         return note(
             f"{model} has not been fetched yet", accepted, "`hf download` it or serve it once, then ask again"
         )
-    if Path(model).suffix == ".gguf":
+    if HUB_FILE.fullmatch(model) or _is_gguf(model):
         return note(
             f"{model} is planned from the folder that it is converted to",
             accepted,
             "serve it once; then give the folder in ~/.cache/nybble/gguf",
         )
-    return error(f"{model}: no folder with a config.json", accepted, "correct --model")
+    return error(f"{model}: no folder with a config.json and no GGUF file", accepted, "correct --model")
+
+
+def _is_gguf(model: str) -> bool:
+    """A GGUF file, or a folder with one, that is here."""
+    try:
+        path = Path(model).expanduser()
+        return (path.suffix == ".gguf" and path.is_file()) or any(path.glob("*.gguf"))
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def local_folder(model: str) -> Path | None:

@@ -11,7 +11,7 @@ from nybble.service.doctor.findings import Finding, error, note, ok, warning
 from nybble.service.doctor.host import Host, version_numbers
 from nybble.service.errors import ConfigError
 from nybble.service.folders import kernel_cache_folder
-from nybble.service.settings import Settings, load_settings
+from nybble.service.settings import Settings, ignored_variables, load_settings
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 AMD_INDEX = "README.md, Installation: TORCH_INDEX_URL of an index with ROCm builds"
@@ -212,6 +212,9 @@ def settings(facts: Facts) -> Finding | None:
         load_settings({"model": "checked-elsewhere"}).key_digests()
     except ConfigError as problem:
         return error(problem.message, "see `nybble serve --help`", "correct or unset the variable")
+    ignored = "; ".join(ignored_variables(given))
+    if ignored:
+        return warning(ignored, "see `nybble serve --help`", "correct or unset the variable")
     return ok(", ".join(given)) if given else None
 
 

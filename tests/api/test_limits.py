@@ -123,7 +123,10 @@ async def test_beyond_the_queue_the_answer_is_429(codec: TextCodec) -> None:
         assert (await local.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         assert (await running).status_code == 200
         assert (await local.http.post("/v1/completions", json={"prompt": "x", "n": 2})).status_code == 200
-        assert (await metrics(local.http))['nybble_rejected_total{reason="queue_full"}'] == 1
+        values = await metrics(local.http)
+        assert values['nybble_rejected_total{reason="queue_full"}'] == 1
+        # From the start, so that a rate sees the first one.
+        assert values['nybble_rejected_total{reason="deadline"}'] == 0
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,26 @@ def test_a_heat_map_shows_each_bucket_alone() -> None:
     assert counts.tolist() == [[2, 0, 9], [3, 5, 0]]
 
 
+@pytest.mark.parametrize("color", page.KEPT)
+def test_a_color_of_few_pixels_is_kept(color: str, tmp_path: Path) -> None:
+    figure = page.Figure(figsize=(2, 2), dpi=100)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.imshow(np.random.default_rng(0).random((200, 200, 3)))
+    axes.add_patch(page.FancyBboxPatch((100, 100), 4, 4, boxstyle="square,pad=0", color=color))
+    page._save(figure, tmp_path / "page.png")
+    drawn = page.Image.open(tmp_path / "page.png").convert("RGB")
+    assert drawn.getpixel((102, 102)) == page.ImageColor.getrgb(color)
+
+
+def test_what_found_nothing_is_named_and_why_that_may_be() -> None:
+    panel = dashboard.Panel("timeseries", "Memory", 0, 0, 8, 8)
+    found = {"sum(nybble_gtt_used_bytes{x})": 0, "nybble_vram_used_bytes": 0, "nybble_requests_running": 1}
+    told = page.Drawn(panel, found).what_is_missing()
+    assert told.endswith(": nybble_gtt_used_bytes, nybble_vram_used_bytes (only amdgpu tells GTT and VRAM)")
+    told = page.Drawn(panel, found | {"sum(nybble_queue_seconds_count)": 0}).what_is_missing()
+    assert told.endswith("nybble_queue_seconds_count")
+
+
 def test_observe_says_when_prometheus_is_not_installed(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(page.__file__).parent), "demo", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)

@@ -51,14 +51,15 @@ def test_a_recorded_figure_is_named_by_its_labels(rule: dict[str, Any]) -> None:
 class TestAlert:
     def test_asks_for_what_is_exported(self, alert: dict[str, Any]) -> None:
         labels = promql_labels.labels_of(alert["expr"], known())
-        assert "instance" in labels, "whose it is"
+        assert "instance" in labels or is_of_absence(alert), "whose it is"
         texts = " ".join(alert["annotations"].values())
         assert set(re.findall(r"\$labels\.(\w+)", texts)) <= labels
 
     def test_says_what_is_wrong_and_what_to_do(self, alert: dict[str, Any]) -> None:
         notes = alert["annotations"]
         assert set(notes) == {"summary", "description", "runbook"}
-        assert "$labels.instance" in notes["summary"] and len(notes["summary"]) < 120
+        assert ("$labels.instance" in notes["summary"]) != is_of_absence(alert)
+        assert len(notes["summary"]) < 120
         assert len(notes["description"]) > 60
         assert alert["labels"]["severity"] in SEVERITIES
 
@@ -69,16 +70,24 @@ class TestAlert:
 
     def test_has_been_tried_with_a_sick_and_a_well_server(self, alert: dict[str, Any]) -> None:
         test = TESTS[alert["alert"]]
-        given = {name: {metric_of(i["series"]) for i in test["input_series"] if f'"{name}"' in i["series"]}
-                 for name in ("sick", "well")}  # fmt: skip
-        assert given["sick"] == given["well"] != set()
         firing = [
-            e
+            e["exp_samples"]
             for e in test["promql_expr_test"]
             if f'alertname="{alert["alert"]}", alertstate="firing"' in e["expr"]
         ]
-        samples = [sample["labels"] for e in firing for sample in e["exp_samples"]]
+        if is_of_absence(alert):
+            assert sorted(map(len, firing)) == [0, 1]
+            return
+        given = {name: {metric_of(i["series"]) for i in test["input_series"] if f'"{name}"' in i["series"]}
+                 for name in ("sick", "well")}  # fmt: skip
+        assert given["sick"] == given["well"] != set()
+        samples = [sample["labels"] for expected in firing for sample in expected]
         assert samples and all('instance="sick"' in labels for labels in samples)
+
+
+def is_of_absence(alert: dict[str, Any]) -> bool:
+    """Of no server: that there is none."""
+    return str(alert["expr"]).startswith("absent(")
 
 
 def metric_of(series: str) -> str:

@@ -41,9 +41,11 @@ WAVE_S = 8.0
 WITHIN_S = 120.0
 # Rules that find nothing without a GPU, and why.
 WITHOUT_DATA = {
+    "instance_path:nybble_gemm_bandwidth_ratio:busy": "the path skinny is GPU code",
     "instance_path:nybble_gemm_bandwidth_ratio:mean15m": "the path skinny is GPU code",
     "instance_path:nybble_gemm_bandwidth_ratio:usual1d": "the path skinny is GPU code",
-    "NybbleBandwidthSagging": "is made of those two",
+    "NybbleBandwidthSagging": "is made of those",
+    "NybbleNotScraped": "there is a server",
 }
 
 

@@ -19,7 +19,7 @@ from fake_engine import CRASH_AFTER_3, IN_PIECES, MAX_RUNNING, SLOW
 from http_fixtures import LocalClient, alive
 
 from nybble.service.client import EngineClient, EngineState
-from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
+from nybble.service.engine.protocol import EngineConfig, EngineStats, Outputs, Request, SamplingParams
 from nybble.service.errors import QueueFull, Unavailable
 
 pytestmark = pytest.mark.anyio
@@ -195,6 +195,15 @@ async def test_requests_the_engine_never_reported_are_counted() -> None:
     assert (totals.started, totals.finished) == (2, {"error": 2})
     with pytest.raises(Unavailable):
         await stream.next()
+
+
+async def test_an_engine_is_not_judged_by_the_calls_of_the_one_before() -> None:
+    client = LocalClient()
+    client.become_ready()
+    client._on_outputs(Outputs((), EngineStats(gemm_latest={("qkv", "skinny"): (1e-4, 1)})))
+    assert client.gemm_latest
+    client._bury(-9)
+    assert client.gemm_latest == {}
 
 
 async def test_an_engine_that_cannot_load_is_tried_again_with_longer_pauses(tmp_path: Path) -> None:

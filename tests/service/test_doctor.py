@@ -159,6 +159,55 @@ def test_settings_that_do_not_do_what_they_were_meant_to(
     assert f"command line: {'amdttm' if dkms else 'ttm'}.pages_limit=28311552" in told
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        (
+            "amdgpu.conf",
+            "# GPU\noptions amdgpu dc=1 gttsize=110592\n",
+            "amdgpu.gttsize=110592 (MiB) is deprecated",
+        ),
+        (
+            "ttm.conf",
+            "options amdttm \\\n pages_limit=28311552 page_pool_size=1\n",
+            "amdttm.pages_limit is for a module",
+        ),
+    ],
+)
+def test_modprobes_files_are_read_like_the_command_line(
+    file: str, text: str, says: str, halo: FakeHost
+) -> None:
+    halo.write(f"/etc/modprobe.d/{file}", text)
+    halo.write("/proc/cmdline", "ro")
+    halo.write(f"/etc/modprobe.d/{file}.off", "options amdgpu gttsize=1\n")
+    told = found(halo, "mapping limit")
+    assert told.startswith("warning") and says in told
+    assert f"without {says.split('=')[0].split()[0]} (in /etc/modprobe.d/{file})" in told
+
+
+@pytest.mark.parametrize(
+    "line", ["options ttm pages_limit=28311552", "#options amdgpu gttsize=9", "blacklist x"]
+)
+def test_files_of_modprobe_that_are_as_they_should_be(line: str, halo: FakeHost) -> None:
+    halo.write("/etc/modprobe.d/ttm.conf", line + "\n")
+    halo.write("/proc/cmdline", "ro")
+    assert found(halo, "mapping limit").startswith("ok")
+
+
+def test_the_command_line_counts_more_than_modprobes_files(halo: FakeHost) -> None:
+    halo.write("/etc/modprobe.d/amdgpu.conf", "options amdgpu gttsize=9 cwsr-enable=0\n")
+    halo.write("/proc/cmdline", "amdgpu.gttsize=-1")
+    assert "is deprecated" not in found(halo, "mapping limit")
+    assert found(halo, "driver").startswith("note") and "cwsr_enable=0" in found(halo, "driver")
+
+
+def test_what_may_be_mapped_is_of_what_linux_has(tmp_path: Path) -> None:
+    host = fake_host.strix_halo(tmp_path, vram_gib=96, gtt_gib=15.5)
+    host.write("/proc/meminfo", "MemTotal: 32505856 kB\nMemAvailable: 30000000 kB\n")
+    told = found(host, "mapping limit")
+    assert "may map 15.5 GiB of 31.0 GiB" in told and "frame buffer of 96.0 GiB is larger" in told
+
+
 def test_a_large_frame_buffer_is_memory_lost(tmp_path: Path) -> None:
     told = found(fake_host.strix_halo(tmp_path, vram_gib=64, gtt_gib=30), "memory")
     assert told.startswith("warning") and "UMA" in told and "never to be added" in told
@@ -208,7 +257,12 @@ def test_without_torchs_word_the_drivers_figures_are_planned_with(
     [
         ("demo", "note | demo has not been fetched yet"),
         ("org/never-fetched", "note | org/never-fetched has not been fetched yet"),
-        ("/some/model.gguf", "note | /some/model.gguf is planned from the folder that it is converted to"),
+        (
+            "org/name/model.gguf",
+            "note | org/name/model.gguf is planned from the folder that it is converted to",
+        ),
+        ("/no/such/model.gguf", "error | /no/such/model.gguf: no folder with a config.json and no GGUF file"),
+        ("no\0name.gguf", "error | "),
         ("/no/such/folder", "error | /no/such/folder: no folder with a config.json"),
         ("no\0name", "error | "),
     ],
@@ -219,6 +273,12 @@ def test_nothing_is_fetched_for_a_plan(
     monkeypatch.setenv("HF_HUB_CACHE", str(halo.root / "hub"))
     assert local_folder(model) is None
     assert found(halo, "plan", model).startswith(says)
+
+
+def test_a_gguf_file_is_planned_where_it_is_converted_to(tmp_path: Path, halo: FakeHost) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path, tmp_path / "a.gguf"):
+        assert found(halo, "plan", str(model)).startswith(f"note | {model} is planned from the folder")
 
 
 def test_a_folder_that_cannot_be_served_is_named(tmp_path: Path, halo: FakeHost) -> None:
@@ -562,6 +622,14 @@ def test_a_bad_variable_is_said_before_serve_says_it(monkeypatch: pytest.MonkeyP
     assert found(halo, "settings").startswith("error | NYBBLE_PORT='http' is not accepted")
 
 
+def test_a_variable_that_nobody_reads_is_named(halo: FakeHost) -> None:
+    halo.environ |= {"NYBBLE_MAX_RUNING": "4", "NYBBLE_MODEL": "demo"}
+    told = found(halo, "settings")
+    assert told.startswith("warning | NYBBLE_MAX_RUNING is no setting") and "NYBBLE_MAX_RUNNING meant" in told
+    del halo.environ["NYBBLE_MAX_RUNING"]
+    assert found(halo, "settings").startswith("ok | NYBBLE_MODEL")
+
+
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [("6.14.0-1018-oem", (6, 14, 0)), ("v7", (7,)), ("", ()), ("rolling", ()), ("7.11.0a2", (7, 11, 0))],
@@ -717,9 +785,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_an_empty_root(tmp_path: Path) -> None:
-    facts = Facts(
-        Host(tmp_path, {}, 1000, frozenset(), lambda path: None), ask_torch=lambda: Torch(version="2.13.0")
-    )
+    host = Host(tmp_path, {}, 1000, frozenset(), lambda path: None)
+    facts = Facts(host, ask_torch=lambda: Torch(version="2.13.0"), packages=dict, ranges=dict)
     assert read_gpus(facts.host) == ()
     assert severities(examine(facts)) == {"chip": "note", "memory": "error", "torch": "ok"}
 

@@ -95,6 +95,9 @@ def _accepted(name: str, label: str) -> tuple[str, ...]:
 def _called(node: Any, series: Series) -> frozenset[str]:
     vectors = [argument for argument in node.args if not _is_number(argument)]
     (labels,) = (_labels(vector, series) for vector in vectors)
+    if node.func.name == "absent":
+        (vector,) = vectors
+        return frozenset(matcher.name for matcher in vector.matchers.matchers)
     if node.func.name == "histogram_quantile":
         assert "le" in labels, f"{node}: needs the label le"
         return labels - {"le"}

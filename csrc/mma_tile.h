@@ -9,6 +9,12 @@
 // multiplies inside one granule, and a sum never meets two groups. The scales and zero points of the whole slice come
 // first, in one go.
 //
+// What becomes of zero points, and of the bias of raw numbers BIAS + q, where those go into the sums:
+//   groups of 32      sums start at -(BIAS + 8) sum x; what is left, (z - 8) s sum x, comes off the totals for the four groups
+//                     of a step together, itself a product of small matrices, rows of w x groups times groups x rows of x
+//   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
+//   else              there is no bias: every pair becomes q - z, exactly
+//
 // Where the chip can start a launch before the one before it has ended (sm_90), weights are on their way by then; only x,
 // and everything written, waits.
 #pragma once
@@ -20,7 +26,7 @@
 namespace nybble {
 
 NYBBLE_DEV u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
-NYBBLE_DEV u32 shared_address(const u8* p) { return u32(__cvta_generic_to_shared(p)); }
+NYBBLE_DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // 16 bytes to shared memory; zeros where `present` is false. Read once: first to leave the L2.
 NYBBLE_DEV void copy_once(u32 to, const u8* from, bool present, u64 policy) {
@@ -32,6 +38,11 @@ NYBBLE_DEV void copy(u32 to, const u8* from, bool present) {
 }
 NYBBLE_DEV void copy_word(u32 to, const u8* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
+// An address that stays in its registers: the compiler would work it out anew for every copy.
+NYBBLE_DEV const u8* kept(const u8* p) {
+  asm("" : "+l"(p));
+  return p;
 }
 NYBBLE_DEV void end_copies() { asm volatile("cp.async.commit_group;"); }
 template <int YOUNGEST>
@@ -79,6 +90,31 @@ NYBBLE_DEV void multiply(BFloat, float (&c)[4], Pair low0, Pair high0, Pair low1
       : "r"(low0), "r"(high0), "r"(low1), "r"(high1), "r"(b0), "r"(b1));
 }
 
+// c += a b with a [16, 4 or 8], b [4 or 8, 8] of fp32, of which the chip looks at the first 11 bits. Lane (g, t) has
+// column t of rows g and g + 8 of a, row t of column g of b; then columns and rows t + 4.
+NYBBLE_DEV void multiply_tf32(float (&c)[4], float low, float high, float b) {
+  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(low)), "r"(__float_as_uint(high)), "r"(__float_as_uint(b)));
+}
+NYBBLE_DEV void multiply_tf32(float (&c)[4], float low0, float high0, float low1, float high1, float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(low0)), "r"(__float_as_uint(high0)), "r"(__float_as_uint(low1)),
+        "r"(__float_as_uint(high1)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// A float as the sum of two of which multiply_tf32 sees nearly all: 22 bits.
+struct Halves {
+  static constexpr int BITS = 11;
+  float high, low;
+  NYBBLE_METHOD explicit Halves(float value) {
+    high = as_float(__float_as_uint(value) & 0xFFFFE000);
+    low = value - high;
+  }
+};
+
 template <class Type, class Scale, int GROUP, bool ZEROS, int M, int ROWS, int WAVES>
 struct MmaTile {
   static_assert(ROWS % 16 == 0);
@@ -86,10 +122,10 @@ struct MmaTile {
   static constexpr int STAGES = NYBBLE_STAGES;
   static constexpr int TILES = ROWS / 16, EIGHTS = ROWS / 8;
   static constexpr int X_TILES = (M + 7) / 8;
-  // bf16: the raw numbers BIAS + q go into the sum, and (BIAS + z) sum x comes off it where a group ends; sum x is one more
-  // matrix instruction for all rows of w. Where groups are short and rows of x many, subtracting from each pair is less.
-  static constexpr bool RAW = !Type::FINE && X_TILES * (STEP * GRANULE / GROUP) <= STEP;
   static constexpr int PER_GROUP = GROUP / GRANULE, GROUPS = STEP / PER_GROUP;  // granules of a group, groups of a step
+  static constexpr bool START = PER_GROUP == 1 && GROUPS == 4;
+  static constexpr bool AFTER = !START && !Type::FINE && X_TILES * GROUPS <= STEP;
+  static constexpr bool TOGETHER = START && ZEROS;
   static constexpr int W_BYTES = ROWS * STEP * GRANULE_BYTES;
   static constexpr int X_ROW_BYTES = STEP * GRANULE * 2;
   static constexpr int STAGE_BYTES = W_BYTES + M * X_ROW_BYTES;
@@ -108,11 +144,22 @@ struct MmaTile {
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
 
-  // A wave's scales, then zero points. Rows of scales are an odd number of words: eight of them lie in different banks.
-  static NYBBLE_METHOD int scale_row_bytes(int steps) { return ((steps * GROUPS * SCALE_BYTES + 4) / 4 | 1) * 4; }
-  static NYBBLE_METHOD int zero_row_bytes(int steps) { return ZEROS ? (steps * GROUPS * 4 + 7) / 8 * 8 : 0; }
+  // A wave's scales, then zero points, step by step: of each, all rows' side by side. A row's scales of a step are read at
+  // once; where that is less than a word, a word has two steps.
+  static constexpr int STEP_SCALES = GROUPS * SCALE_BYTES, SCALE_UNIT = STEP_SCALES < 4 ? 4 : STEP_SCALES;
+  static NYBBLE_METHOD u32 scale_place(int row, u32 step, u32 group) {
+    const u32 byte = group * SCALE_BYTES;
+    if constexpr (STEP_SCALES == 2) return step / 2 * (ROWS * 4) + row * 4 + step % 2 * 2 + byte;
+    return (step * ROWS + row) * STEP_SCALES + byte;
+  }
+  static NYBBLE_METHOD u32 zero_place(int eight, u32 step, u32 group) {
+    return ((step * EIGHTS + eight) * GROUPS + group) * 4;
+  }
+  static NYBBLE_METHOD int scale_bytes(int steps) {
+    return (steps * STEP_SCALES + SCALE_UNIT - 1) / SCALE_UNIT * (ROWS * SCALE_UNIT);
+  }
   static NYBBLE_METHOD int side_bytes(int steps) {
-    return (ROWS * scale_row_bytes(steps) + EIGHTS * zero_row_bytes(steps) + 15) / 16 * 16;
+    return (scale_bytes(steps) + (ZEROS ? steps * GROUPS * EIGHTS * 4 : 0) + 15) / 16 * 16;
   }
 
   NYBBLE_METHOD void run(const Problem& p, int row0, Slice slice, u8* shared) {
@@ -125,8 +172,7 @@ struct MmaTile {
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;
     u8* const scales = shared + SHARED_BYTES + wave * side_bytes(most_steps);
-    const int scale_row = scale_row_bytes(most_steps), zero_row = zero_row_bytes(most_steps);
-    u8* const zeros = scales + ROWS * scale_row;
+    u8* const zeros = scales + scale_bytes(most_steps);
     const u32 ring_address = shared_address(ring);
 
     let_next_launch_start();
@@ -136,21 +182,24 @@ struct MmaTile {
 
     // w: STEP lanes copy a row of a step, COPIED rows at a time.
     const int copied_granule = lane % STEP, copied_row = lane / STEP;
+    const int first_granule = slice.first * STEP + copied_granule;
     const u8* w_row[ROWS / COPIED];
     u32 w_to[SWIZZLES];
     NYBBLE_UNROLL
     for (int i = 0; i < ROWS / COPIED; i++) {
       const int row = i * COPIED + copied_row, n = smaller(row0 + row, p.n - 1);
-      w_row[i] = p.w + u64(n) * u32(p.w_stride) + (slice.first * STEP + copied_granule) * GRANULE_BYTES;
+      w_row[i] = kept(p.w + u64(n) * u32(p.w_stride) + smaller(first_granule, granules - 1) * GRANULE_BYTES);
       if (i < SWIZZLES) w_to[i] = w_place(row, copied_granule);
     }
     const auto fetch_w = [&](int step) {
-      const bool present = (slice.first + step) * STEP + copied_granule < granules;
+      // Past the end of the row, which only a last step can be, zeros are written; the address stays inside.
+      const bool present = first_granule + step * STEP < granules;
+      const u32 from = present ? step * (STEP * GRANULE_BYTES) : 0;
       const u32 to = ring_address + step % STAGES * STAGE_BYTES;
       NYBBLE_UNROLL
       for (int i = 0; i < ROWS / COPIED; i++) {
-        copy_once(to + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES),
-                  present ? w_row[i] + step * (STEP * GRANULE_BYTES) : p.w, present, policy);
+        copy_once(to + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES), w_row[i] + from,
+                  present, policy);
       }
     };
     // x: chunks of 8 k, one a lane, as many rows at a time as a wave has lanes for. Rows that the call has not are the last.
@@ -175,24 +224,29 @@ struct MmaTile {
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < steps) fetch_w(step);
     }
-    // Scales and zero points of the whole slice. Scales come in whole words, so a row may begin in the middle of its first.
+    // Scales and zero points of the whole slice, in whole words; where a row of scales begins in the middle of one, one by
+    // one.
     const int first_group = slice.first * GROUPS;
     const int groups = smaller(steps * GROUPS, granules / PER_GROUP - first_group);
-    u32 scale_at[EIGHTS];  // bytes to this lane's first scale of rows g, g + 8, ...
     NYBBLE_UNROLL
     for (int e = 0; e < EIGHTS; e++) {
       const int row = 8 * e + g;
-      const u64 from = u64(p.scales) + u64(smaller(row0 + row, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
-      scale_at[e] = row * scale_row + u32(from % 4);
-      const u32 to = shared_address(scales) + row * scale_row;
-      const int bytes = int(from % 4) + groups * SCALE_BYTES;
-      for (int b = 4 * t; b < bytes; b += 16) copy_word(to + b, reinterpret_cast<const u8*>(from / 4 * 4) + b);
+      const u8* from = p.scales + u64(smaller(row0 + row, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
+      const bool whole_words = u64(from) % 4 == 0;
+      for (int b = 4 * t; whole_words && b < groups * SCALE_BYTES; b += 16) {
+        copy_word(shared_address(&scale_of(scales, row, b / SCALE_BYTES)), from + b);
+      }
+      NYBBLE_NO_UNROLL
+      for (int i = t; !whole_words && i < groups; i += 4) {
+        scale_of(scales, row, i) = load<typename Scale::Bits>(from, i * SCALE_BYTES);
+      }
     }
     NYBBLE_UNROLL
     for (int e = 0; ZEROS && e < EIGHTS; e++) {
       const u8* from = p.zeros + u64(smaller(row0 + 8 * e, p.n - 1) / 8) * u32(p.z_stride) + first_group * 4;
-      const u32 to = shared_address(zeros) + e * zero_row;
-      for (int b = 4 * lane; b < groups * 4; b += 4 * WAVE) copy_word(to + b, from + b);
+      for (u32 i = lane; i < groups; i += WAVE) {
+        copy_word(shared_address(zeros) + zero_place(e, i / GROUPS, i % GROUPS), from + 4 * i);
+      }
     }
 
     wait_for_last_launch();
@@ -202,26 +256,37 @@ struct MmaTile {
       end_copies();
     }
     if (groups < steps * GROUPS) {
-      // The last step ends past K: there x is 0, and the scale has to be a number too.
+      // The last step ends past K: there x is 0, and scales and zero points have to be numbers too.
       wait_for_copies<STAGES - 2>();
       __syncwarp();
       NYBBLE_UNROLL
       for (int e = 0; e < EIGHTS; e++) {
         for (int group = groups + t; group < steps * GROUPS; group += 4) {
-          *reinterpret_cast<typename Scale::Bits*>(scales + scale_at[e] + group * SCALE_BYTES) = 0;
+          scale_of(scales, 8 * e + g, group) = 0;
+          if (ZEROS) *reinterpret_cast<u32*>(zeros + zero_place(e, u32(group) / GROUPS, u32(group) % GROUPS)) = 0;
         }
       }
     }
 
     // ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1.
     const int matrix_row = lane % 16, matrix_granule = lane / 16;
+    Pair column[GROUPS];  // ones in the column of w that lanes (., t = group) have first, else 0
+    NYBBLE_UNROLL
+    for (int group = 0; group < GROUPS; group++) column[group] = g == 2 * group ? Type::ONES : 0;
     for (int step = 0; step < steps; step++) {
       wait_for_copies<STAGES - 2>();
       __syncwarp();
       const u8* stage = ring + step % STAGES * STAGE_BYTES;
       const u32 w_stage = ring_address + step % STAGES * STAGE_BYTES;
 
-      float sum[TILES][X_TILES][4], x_sum[X_TILES][4];
+      float sum[TILES][X_TILES][4];
+      float x_sum[X_TILES][4];     // AFTER: of the group so far, for the rows of x that `sum` is of
+      float sum_of_t[X_TILES][4];  // TOGETHER: lane (g, t)'s is of x row g over group t
+      NYBBLE_UNROLL
+      for (int i = 0; i < X_TILES * 4; i++) sum_of_t[i / 4][i % 4] = 0;
+      StepScales step_scales[EIGHTS];
+      NYBBLE_UNROLL
+      for (int e = 0; e < EIGHTS; e++) step_scales[e] = StepScales(scales + scale_place(8 * e + g, step, 0));
       NYBBLE_UNROLL
       for (int j = 0; j < STEP; j += 2) {
         Quad x[2][X_TILES];
@@ -230,15 +295,27 @@ struct MmaTile {
           const int m = (i / 2 * 8 + g) % M, chunk = 4 * (j + i % 2) + t;
           x[i % 2][i / 2] = *reinterpret_cast<const Quad*>(stage + W_BYTES + x_place(m, chunk));
         }
-        float group_x_sum[2][X_TILES][4];  // as far as granule j + i of its group
+        float of_x[2][X_TILES][4];  // what the sums of granule j + i start at; AFTER: x_sum as far as that
         NYBBLE_UNROLL
-        for (int c = 0; RAW && c < 2 * X_TILES; c++) {
+        for (int c = 0; c < 2 * X_TILES; c++) {
           const int i = c / X_TILES, tile = c % X_TILES;
-          float (&s)[4] = x_sum[tile];
-          if ((j + i) % PER_GROUP == 0) s[0] = s[1] = s[2] = s[3] = 0;
-          add(s, ONES, ONES, x[i][tile]);
-          NYBBLE_UNROLL
-          for (int v = 0; v < 4; v++) group_x_sum[i][tile][v] = s[v];
+          const u32(&word)[4] = x[i][tile].word;
+          float (&s)[4] = of_x[i][tile];
+          if constexpr (START) {
+            s[0] = s[1] = s[2] = s[3] = 0;
+            add(s, START_AT, START_AT, x[i][tile]);
+          }
+          if constexpr (TOGETHER) {
+            // Here x is the first operand: words 0 and 2 of row g as its row g, words 1 and 3 as its row g + 8.
+            multiply(Type{}, sum_of_t[tile], word[0], word[1], word[2], word[3], column[j + i], column[j + i]);
+          }
+          if constexpr (AFTER) {
+            float (&so_far)[4] = x_sum[tile];
+            if ((j + i) % PER_GROUP == 0) so_far[0] = so_far[1] = so_far[2] = so_far[3] = 0;
+            add(so_far, ONES, ONES, x[i][tile]);
+            NYBBLE_UNROLL
+            for (int v = 0; v < 4; v++) s[v] = so_far[v];
+          }
         }
 
         NYBBLE_UNROLL
@@ -246,21 +323,23 @@ struct MmaTile {
           const Quad w = load_matrices(w_stage + w_place(16 * tile + matrix_row, j + matrix_granule));
           u32 zero[2][2];  // [rows low, high][granule j, j + 1]
           NYBBLE_UNROLL
-          for (int h = 0; h < 2; h++) load_zeros(zero[h], zeros + (2 * tile + h) * zero_row, step, j, g);
+          for (int h = 0; h < 2 && !START; h++) {
+            load_zeros(zero[h], zeros + zero_place(2 * tile + h, step, j / PER_GROUP), g);
+          }
           NYBBLE_UNROLL
           for (int i = 0; i < 2; i++) {
             const int group = (j + i) / PER_GROUP;
             if ((j + i) % PER_GROUP == 0) {
               NYBBLE_UNROLL
-              for (int c = 0; c < X_TILES * 4; c++) sum[tile][c / 4][c % 4] = 0;
+              for (int c = 0; c < X_TILES * 4; c++) sum[tile][c / 4][c % 4] = START ? of_x[i][c / 4][c % 4] : 0;
             }
             Pair low[4], high[4];
-            if constexpr (!RAW) {
+            if constexpr (!START && !AFTER) {
               exact_pairs<Type>(w.word[2 * i], doubled_zero(zero[0][i]), low, low_nibbles);
               exact_pairs<Type>(w.word[2 * i + 1], doubled_zero(zero[1][i]), high, low_nibbles);
             } else {
-              raw_pairs<Type>(w.word[2 * i], low, low_nibbles);
-              raw_pairs<Type>(w.word[2 * i + 1], high, low_nibbles);
+              raw_pairs<Type, false>(w.word[2 * i], low, low_nibbles);
+              raw_pairs<Type, false>(w.word[2 * i + 1], high, low_nibbles);
             }
             NYBBLE_UNROLL
             for (int c = 0; c < X_TILES; c++) add(sum[tile][c], low, high, x[i][c]);
@@ -268,18 +347,40 @@ struct MmaTile {
             if ((j + i) % PER_GROUP != PER_GROUP - 1) continue;
             NYBBLE_UNROLL
             for (int h = 0; h < 2; h++) {
-              const float s = scale(scales, scale_at[2 * tile + h], step * GROUPS + group);
-              const float excess = as_float((zero[h][i] & 0x000F0000) | 0x43000000);  // 128 + z, with RAW
+              const float s = Scale::wide_of(step_scales[2 * tile + h].word, group);
               NYBBLE_UNROLL
               for (int v = 2 * h; v < 2 * h + (M == 1 ? 1 : 2); v++) {  // of one row of x, only column 0
                 NYBBLE_UNROLL
                 for (int c = 0; c < X_TILES; c++) {
                   float value = sum[tile][c][v];
-                  if constexpr (RAW) value = fmaf(-excess, group_x_sum[i][c][v], value);
+                  if constexpr (AFTER) value = fmaf(-biased(zero[h][i]), of_x[i][c][v], value);
                   total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
             }
+          }
+        }
+      }
+      NYBBLE_UNROLL
+      for (int tile = 0; TOGETHER && tile < TILES; tile++) {
+        float zs[2];  // (z - 8) s of group t, rows g and g + 8
+        NYBBLE_UNROLL
+        for (int h = 0; h < 2; h++) {
+          const int eight = 2 * tile + h;
+          const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, t)), g);
+          const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, t));
+          zs[h] = (biased(zero) - (128 + SYMMETRIC_ZERO)) * Scale::wide(s);
+        }
+        NYBBLE_UNROLL
+        for (int c = 0; c < X_TILES; c++) {
+          const Halves x(-(sum_of_t[c][0] + sum_of_t[c][2]));
+          if constexpr (Scale::BITS + 3 <= Halves::BITS) {
+            multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
+            multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
+          } else {
+            const Halves low(zs[0]), high(zs[1]);
+            multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
+            multiply_tf32(total[tile][c], low.high, high.high, x.low);
           }
         }
       }
@@ -308,23 +409,53 @@ struct MmaTile {
     multiply(Type{}, sum, low[2], high[2], low[3], high[3], x.word[2], x.word[3]);
   }
   static constexpr Pair ONES[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
+  static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
+  static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
 
-  // Zero points of this lane's row for granules j and j + 1 of a step: in bits 16-19, other rows' around them.
-  static NYBBLE_METHOD void load_zeros(u32 (&zero)[2], const u8* row, int step, int j, int g) {
-    zero[0] = zero[1] = SYMMETRIC_ZERO << 16;
-    if constexpr (ZEROS) {
-      const u8* at = row + (step * GROUPS + j / PER_GROUP) * 4;
-      if constexpr (PER_GROUP == 1) {
-        const u64 words = *reinterpret_cast<const u64*>(at);
-        zero[0] = rotate_left(u32(words), 16 - 4 * g), zero[1] = rotate_left(u32(words >> 32), 16 - 4 * g);
-      } else {
-        zero[0] = zero[1] = rotate_left(*reinterpret_cast<const u32*>(at), 16 - 4 * g);
-      }
+  // 128 + z of a zero point in bits 16-19.
+  static NYBBLE_METHOD float biased(u32 zero) { return as_float((zero & 0x000F0000) | 0x43000000); }
+
+  static constexpr u32 SYMMETRIC_ZEROS = 0x88888888;
+
+  // Of the zero points of eight rows, row g's in bits 16-19, others' around it.
+  static NYBBLE_METHOD u32 in_place(u32 word, int g) { return ZEROS ? rotate_left(word, 16 - 4 * g) : word; }
+
+  // Of two granules of a step; at: the place of the first one's group.
+  static NYBBLE_METHOD void load_zeros(u32 (&zero)[2], const u8* at, int g) {
+    u32 word[2] = {SYMMETRIC_ZEROS, SYMMETRIC_ZEROS};
+    if constexpr (ZEROS && PER_GROUP == 1) {
+      const u64 both = load<u64>(at, 0);
+      word[0] = u32(both), word[1] = u32(both >> 32);
+    } else if constexpr (ZEROS) {
+      word[0] = word[1] = load<u32>(at, 0);
     }
+    NYBBLE_UNROLL
+    for (int i = 0; i < 2; i++) zero[i] = in_place(word[i], g);
   }
 
-  static NYBBLE_METHOD float scale(const u8* scales, u32 at, int group) {
-    return Scale::wide(*reinterpret_cast<const typename Scale::Bits*>(scales + at + group * SCALE_BYTES));
+  // A row's scales of one step, side by side as in memory.
+  struct StepScales {
+    u32 word[SCALE_UNIT / 4];
+
+    NYBBLE_METHOD StepScales() {}
+    NYBBLE_METHOD explicit StepScales(const u8* at) {
+      if constexpr (STEP_SCALES == 2) {
+        word[0] = load<u16>(at, 0);
+      } else if constexpr (STEP_SCALES == 4) {
+        word[0] = load<u32>(at, 0);
+      } else if constexpr (STEP_SCALES == 8) {
+        const u64 both = load<u64>(at, 0);
+        word[0] = u32(both), word[1] = u32(both >> 32);
+      } else {
+        const Quad all = load_quad(at, 0);
+        NYBBLE_UNROLL
+        for (int i = 0; i < 4; i++) word[i] = all.word[i];
+      }
+    }
+  };
+  // group: of the slice
+  static NYBBLE_METHOD typename Scale::Bits& scale_of(u8* scales, int row, u32 group) {
+    return *reinterpret_cast<typename Scale::Bits*>(scales + scale_place(row, group / GROUPS, group % GROUPS));
   }
 
   // Lane (g, t) holds rows g and g + 8 of w for rows 2t and 2t + 1 of x.

@@ -24,6 +24,7 @@
 #define NYBBLE_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif
 #define NYBBLE_UNROLL _Pragma("unroll")
+#define NYBBLE_NO_UNROLL _Pragma("unroll 1")
 
 namespace nybble {
 
@@ -183,7 +184,8 @@ NYBBLE_DEV u32 register_of_zero() {
 // fp16: 1024 + q is the bit pattern 0x6400 | q, and 1024 + 16 q is 0x6400 | q << 4: two nibbles need no shift.
 struct Half {
   using Bits = u16;
-  static constexpr bool FINE = true;  // 10 bits of mantissa
+  static constexpr int BITS = 11;
+  static constexpr bool FINE = true;
   static constexpr u32 MAGIC = 0x64006400;
   static constexpr float BIAS = 1024.0f;
   static constexpr Pair ONES = 0x3C003C00;
@@ -192,6 +194,8 @@ struct Half {
   // first register_of_zero().
   static NYBBLE_METHOD u32 fetch(u32 last, const u8* base, u32 offset) { return load<u16>(base, offset); }
   static NYBBLE_METHOD float fetched(u32 bits) { return wide(u16(bits)); }
+  // Number i of those side by side in words.
+  static NYBBLE_METHOD float wide_of(const u32* words, int i) { return wide(u16(words[i / 2] >> (i % 2 * 16))); }
 
 #if NYBBLE_AMD
   static NYBBLE_METHOD float wide(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
@@ -239,6 +243,7 @@ struct Half {
 // bf16: 128 + q is 0x4300 | q; with 7 bits of mantissa every nibble has to come down to bits 0-3 first.
 struct BFloat {
   using Bits = u16;
+  static constexpr int BITS = 8;
   static constexpr bool FINE = false;
   static constexpr u32 MAGIC = 0x43004300;
   static constexpr float BIAS = 128.0f;
@@ -255,6 +260,9 @@ struct BFloat {
 #endif
   }
   static NYBBLE_METHOD float fetched(u32 bits) { return as_float(bits); }
+  static NYBBLE_METHOD float wide_of(const u32* words, int i) {
+    return as_float(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
+  }
 
 #if NYBBLE_AMD
   static NYBBLE_METHOD float wide(u16 bits) { return as_float(u32(bits) << 16); }
@@ -283,9 +291,11 @@ struct BFloat {
 
 struct Float {  // of scales alone
   using Bits = float;
+  static constexpr int BITS = 24;
   static NYBBLE_METHOD float wide(float value) { return value; }
   static NYBBLE_METHOD u32 fetch(u32 last, const u8* base, u32 offset) { return load<u32>(base, offset); }
   static NYBBLE_METHOD float fetched(u32 bits) { return as_float(bits); }
+  static NYBBLE_METHOD float wide_of(const u32* words, int i) { return as_float(words[i]); }
 };
 
 #if NYBBLE_AMD

@@ -37,7 +37,7 @@ class Target:
 
     @property
     def is_rdna(self) -> bool:
-        return self.kind == "rocm" and self.arch.startswith(("gfx11", "gfx12"))
+        return self.kind == "rocm" and self.arch.startswith(("gfx11", "gfx120"))
 
     @property
     def is_gfx115x(self) -> bool:

@@ -51,7 +51,12 @@ ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> FastAPI:
     """The application over an engine client; the caller starts and stops the client."""
-    metrics = Metrics(settings.api_model_name(), lambda: _snapshot(client))
+    metrics = Metrics(
+        settings.api_model_name(),
+        lambda: _snapshot(client),
+        settings.metrics_aliases,
+        errors.REJECTIONS.values(),
+    )
     client.observer = metrics
     reads = BodyReads(settings.body_timeout_s)
     client.on_drain = reads.drain
@@ -61,6 +66,7 @@ def build_app(settings: Settings, client: EngineClient, codec: TextCodec) -> Fas
         docs_url=None,
         redoc_url=None,
         strict_content_type=False,
+        redirect_slashes=False,
         middleware=_middleware(settings, metrics, reads),
     )
     app.router.route_class = StrictRoute

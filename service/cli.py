@@ -5,7 +5,9 @@ Modules are imported by the command that needs them: the engine process imports 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nybble.service.errors import ConfigError, NybbleError
-from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name, load_settings
+from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name, ignored_variables, load_settings
 
 EXIT_RUNTIME, EXIT_USAGE = 1, 2
 
@@ -110,6 +112,8 @@ def serve(flags: dict[str, Any]) -> None:
     from nybble.service import logs, server
 
     logs.configure_logging(settings.log_config())
+    for sentence in ignored_variables(os.environ):
+        logging.getLogger(__name__).warning("%s", sentence)
     # The processes that this one starts have no use for them.
     os.environ.pop("NYBBLE_API_KEYS", None)
     # A port that is taken is reported at once, not after the model has been found and loaded.
@@ -123,8 +127,9 @@ def find_model(model: str) -> str:
     Finding may convert weights, which needs torch; this process must stay without it.
     """
     path = Path(model)
-    if path.is_dir() and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
-        return model
+    with contextlib.suppress(OSError):  # of a name or a folder that cannot be looked at; `resolve` says why
+        if path.is_dir() and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
+            return model
     command = [sys.executable, "-P", "-m", "nybble.service", "resolve", model]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = found.stdout.split("\n")
@@ -210,6 +215,40 @@ def warm(
             warm_chip(chip, wanted, output or kernel_cache_folder())
     except ConfigError as error:
         raise UsageError(error.message) from None
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str,
+        typer.Option(help="Also plan memory for this model, as `serve` would; nothing is loaded or fetched."),
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+    env: Annotated[
+        bool,
+        typer.Option(
+            "--env", help="Only the .env lines that deploy/compose.yaml reads: profile, chip, groups."
+        ),
+    ] = False,
+) -> None:
+    """Examine this machine: chip, driver, kernel, firmware, device permissions, memory, versions; and say what to change.
+
+    Exit code 0: nothing to change; 1: warnings; 2: errors, it will not run as it is.
+    """
+    from nybble.service.doctor import Facts, examine
+    from nybble.service.doctor.report import as_env, as_json, as_text
+
+    facts = Facts(model=model)
+    if env:
+        lines, hint = as_env(facts)
+        print(lines)
+        if hint:
+            print(f"nybble: {hint}", file=sys.stderr)
+            raise typer.Exit(EXIT_RUNTIME)
+        return
+    found = examine(facts)
+    print(as_json(found) if json else as_text(found))
+    raise typer.Exit(found.exit_code)
 
 
 @bench.command()

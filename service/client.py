@@ -210,8 +210,9 @@ class EngineClient:
     """One engine process at a time, replaced when it dies.
 
     engine_main names what runs in the process; max_queue bounds the requests in flight. on_loading is called as
-    loading goes on, on_fatal with a sentence when starting again would fail the same way. An engine that has
-    requests and says nothing for step_timeout_s (0: however long) counts as hung and is killed.
+    loading goes on, on_fatal with a sentence when starting again would fail the same way. An engine that says nothing
+    for load_timeout_s while it loads, or for step_timeout_s while it has requests (0: however long), counts as hung and
+    is killed.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class EngineClient:
         *,
         max_queue: int = 256,
         step_timeout_s: float = 0.0,
+        load_timeout_s: float = 0.0,
         observer: Observer | None = None,
         log: LogConfig | None = None,
         on_loading: Callable[[Loading], None] | None = None,
@@ -244,6 +246,7 @@ class EngineClient:
         self._on_fatal = on_fatal
         self._log = log or LogConfig(logger.getEffectiveLevel())
         self._step_timeout_s = step_timeout_s
+        self._load_timeout_s = load_timeout_s
         self._heard_s = 0.0
         self._watchdog_task: asyncio.Task[None] | None = None
         self._backoff_s = tuple(backoff_s)
@@ -395,7 +398,8 @@ class EngineClient:
         # uvloop makes it non-blocking, for both sides of it: a message larger than what the pipe holds would be cut.
         os.set_blocking(self._connection.fileno(), True)
         loop.add_reader(self._process.sentinel, self._process_ended)
-        if self._step_timeout_s:
+        self._heard_s = time.monotonic()
+        if self._step_timeout_s or self._load_timeout_s:
             self._watchdog_task = loop.create_task(self._kill_when_hung())
 
     def _disconnect(self) -> None:
@@ -436,8 +440,10 @@ class EngineClient:
             self._died()
 
     async def _kill_when_hung(self) -> None:
-        """Every step of a busy engine says something; one that is silent for too long is not coming back."""
-        period_s = min(self._step_timeout_s / 4, WATCH_EVERY_S)
+        """Every step of a busy engine says something, and so does loading as it goes on; one that is silent for too long is
+        not coming back."""
+        limits_s = [limit_s for limit_s in (self._step_timeout_s, self._load_timeout_s) if limit_s]
+        period_s = min(WATCH_EVERY_S, *(limit_s / 4 for limit_s in limits_s))
         while True:
             before = time.monotonic()
             await asyncio.sleep(period_s)
@@ -446,11 +452,18 @@ class EngineClient:
                 # It is this process that stood still, and what the engine said meanwhile is still in the pipe.
                 self._heard_s = now
             silent_s = now - self._heard_s
-            if self._live and silent_s > self._step_timeout_s:
+            limit_s = self._patience_s()
+            if limit_s and silent_s > limit_s:
                 logger.error("the engine has said nothing for %.1f s: it hangs and is killed", silent_s)
                 self.kill()
                 self._died()
                 return
+
+    def _patience_s(self) -> float:
+        """How long the engine may say nothing, as things are; 0: however long."""
+        if self.info is None:
+            return self._load_timeout_s
+        return self._step_timeout_s if self._live else 0.0
 
     # --- messages ---
 
@@ -535,6 +548,8 @@ class EngineClient:
     def _bury(self, exit_code: int | None) -> None:
         """Carries the dead engine's counters over; requests it did not finish count as errors."""
         stats, self._stats = self._stats, EngineStats()
+        # The next engine may have other paths, and is to be judged by its own calls.
+        self.gemm_latest = {}
         lost = stats.running + stats.waiting
         unseen = max(0, len(self._live) - lost)
         if self.state not in (EngineState.STOPPED, EngineState.FAILED):

@@ -164,7 +164,7 @@ def _gib(count: int) -> str:
 def read_host_available(meminfo: str = "/proc/meminfo") -> int:
     """MemAvailable in bytes. Raises ConfigError where the file does not say."""
     try:
-        with open(meminfo, encoding="ascii") as f:
+        with open(meminfo, encoding="ascii", errors="replace") as f:
             for line in f:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024

@@ -205,7 +205,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("requests_waiting", "gauge", "Requests in the engine's queue.",
            read=_one(lambda snapshot: snapshot.stats.waiting), aliases=(Alias("vllm:num_requests_waiting"),)),
     Metric("rejected_total", "counter", "Requests turned away, or given up at their time limit, by reason.", ("reason",)),
-    Metric("preemptions_total", "counter", "Times a running request lost its KV blocks and had to be computed again.",
+    Metric("preemptions_total", "counter", "Times a running request made way for another one, or for lack of KV blocks.",
            read=_one(lambda snapshot: snapshot.stats.preemptions)),
     Metric("nonfinite_total", "counter", "Steps of a request whose logits were not finite.",
            read=_one(lambda snapshot: snapshot.stats.nonfinite)),
@@ -259,10 +259,15 @@ _OBSERVED: dict[str, type] = {
 
 @dataclass
 class Metrics:
-    """The metrics of one app, in a registry of its own. Implements client.Observer."""
+    """The metrics of one app, in a registry of its own. Implements client.Observer.
+
+    reasons: of rejections. Their series are there from the start: a rate does not see a series begin above 0.
+    """
 
     model_name: str
     snapshot: Callable[[], Snapshot]
+    aliases: bool = True
+    reasons: Iterable[str] = ()
     registry: prometheus_client.CollectorRegistry = field(
         default_factory=lambda: prometheus_client.CollectorRegistry(auto_describe=False)
     )
@@ -277,6 +282,8 @@ class Metrics:
         self._next_token = self._observed["inter_token_latency_seconds"]
         self._per_token = self._observed["time_per_output_token_seconds"]
         self._e2e = self._observed["e2e_request_latency_seconds"]
+        for reason in self.reasons:
+            self._child("rejected_total", (reason,))
         self.registry.register(_Families(self))
 
     def render(self) -> bytes:
@@ -317,7 +324,7 @@ class Metrics:
         for metric in METRICS:
             family = self._read(metric, snapshot) if metric.read is not None else self._collect(metric)
             yield family
-            for alias in metric.aliases:
+            for alias in metric.aliases if self.aliases else ():
                 yield self._alias(metric, alias, family)
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:

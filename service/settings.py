@@ -6,8 +6,10 @@ flags, since every user of a machine sees the command lines of all.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +32,10 @@ ENGINE_FIELDS = (
 MIN_KEY_CHARS = 8
 # Fields that are no flags.
 ENVIRONMENT_ONLY = ("api_keys",)
+
+
+# Variables of deploy/, which stand in the same file, and those that Kubernetes makes up beside a service of that name.
+_OTHERS = re.compile(ENV_PREFIX + "(ARCH|MODELS|PUBLISH|RENDER_GID|VIDEO_GID|SERVICE_.*|PORT_.*)")
 
 
 def digest(key: str) -> bytes:
@@ -100,6 +106,12 @@ class Settings(BaseSettings):
         ge=0,
         description="An engine that has requests and says nothing for so long hangs, and is killed and restarted. 0: never.",
     )
+    load_timeout_s: float = Field(
+        900.0,
+        ge=0,
+        description="The same for an engine that loads and shows no progress, which compiling kernels for the first time does "
+        "not either. 0: never.",
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long running requests may go on after SIGTERM."
     )
@@ -121,6 +133,10 @@ class Settings(BaseSettings):
     tls_certfile: str = Field("", description="Certificate chain (PEM); with it the server speaks HTTPS.")
     tls_keyfile: str = Field(
         "", description="Private key of the certificate (PEM), if it is in a file of its own."
+    )
+    metrics_aliases: bool = Field(
+        True,
+        description="Repeat metrics under the vllm: names that dashboards and routers read; promtool's lint dislikes colons.",
     )
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
@@ -231,6 +247,18 @@ def load_settings(flags: dict[str, Any]) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(problem, given) for problem in error.errors())) from None
+
+
+def ignored_variables(environ: Iterable[str]) -> Iterator[str]:
+    """A sentence for each variable that looks like a setting and is none. A misspelt NYBBLE_API_KEYS leaves a server open."""
+    known = [name.upper() for name in Settings.model_fields]
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name not in (variable, *known) and not _OTHERS.fullmatch(variable):
+            close = difflib.get_close_matches(name, known, 1)
+            yield f"{variable} is no setting and is ignored" + (
+                f"; is {ENV_PREFIX}{close[0]} meant?" if close else ""
+            )
 
 
 def _explain(problem: Any, given: dict[str, Any]) -> str:

@@ -36,7 +36,72 @@ LAYOUT = "kernels/skinny_layout.py"
 SKINNY_TESTS, KN_TESTS = "tests/kernels/test_triton_skinny.py", "tests/kernels/test_triton_kn.py"
 LAYOUT_TESTS = "tests/kernels/test_skinny_layout.py"
 
+GATEWAY, GATEWAY_TESTS = "deploy/ray/nybble_ray/gateway.py", "tests/deploy/test_ray_gateway.py"
+
 FAULTS = (
+    Fault(
+        "the engine takes longer to end than whatever stops a container waits",
+        "service/server.py",
+        "ENGINE_EXIT_S = 10.0",
+        "ENGINE_EXIT_S = 20.0",
+        "tests/deploy/test_stopping.py",
+    ),
+    Fault(
+        "a stream that has begun is begun again",
+        GATEWAY,
+        "if begun:\n",
+        "if False:\n",
+        f"{GATEWAY_TESTS} -k has_begun",
+    ),
+    Fault(
+        "some replica answers for the one that was named",
+        GATEWAY,
+        "part.replica != call.only",
+        "False",
+        f"{GATEWAY_TESTS} -k does_not_answer",
+    ),
+    Fault(
+        "a metric has another name than its alerts ask for",
+        "service/metrics.py",
+        'Metric("requests_waiting",',
+        'Metric("requests_queued",',
+        "tests/deploy/test_prometheus.py -k asks_for_what_is_exported",
+    ),
+    Fault(
+        "a label has another name than the dashboard asks for",
+        "service/metrics.py",
+        '"GEMM calls, by path and phase.", ("path", "phase"), _gemm_calls',
+        '"GEMM calls, by path and phase.", ("path", "kind"), _gemm_calls',
+        "tests/deploy/test_dashboard.py -k asks_for_what_is_exported",
+    ),
+    Fault(
+        "the choices of one request keep all slots",
+        "service/engine/scheduler.py",
+        "return held[newcomer.group] + 2 <= held[running.group]",
+        "return False",
+        "tests/engine/test_scheduler.py -k 'youngest_choice or nobody_holds'",
+    ),
+    Fault(
+        "what made way makes way again before it has got on",
+        "service/engine/scheduler.py",
+        "return sequence.output_len - (sequence.gave_way_len or 0) >= _PROGRESS * len(sequence.tokens)",
+        "return True",
+        "tests/engine/test_scheduler.py -k got_on",
+    ),
+    Fault(
+        "an error is written into an answer under way",
+        "service/http_protocol.py",
+        "if self._busy():",
+        "if False:",
+        "tests/service/test_http_protocol.py -k untouched",
+    ),
+    Fault(
+        "of pipelined requests only the last hears that the client has gone",
+        "service/http_protocol.py",
+        "self._answering.disconnected = True",
+        "pass",
+        "tests/service/test_http_protocol.py -k its_client_has_gone",
+    ),
     Fault(
         "the beginning of a cached prefix goes before its end",
         "service/engine/kv_blocks.py",
@@ -471,12 +536,33 @@ FAULTS = (
         "return Parts.of(layer(h))",
         "tests/models/test_launches.py",
     ),
+    Fault(
+        "an APU's VRAM and GTT are added up",
+        "service/doctor/facts.py",
+        "return max(self.memory.vram_total_bytes, self.memory.gtt_total_bytes)",
+        "return self.memory.vram_total_bytes + self.memory.gtt_total_bytes",
+        "tests/service/test_doctor.py -k no_sum",
+    ),
+    Fault(
+        "pages of the mapping limit taken for MiB",
+        "service/doctor/known.py",
+        "PAGES_PER_GIB = GIB // 4096",
+        "PAGES_PER_GIB = GIB // (1 << 20)",
+        "tests/service/test_doctor.py -k 262144",
+    ),
+    Fault(
+        "the kernel's version counts more than the fix that it shows",
+        "service/doctor/facts.py",
+        "if rule.shown_by_cwsr:",
+        "if False:",
+        "tests/service/test_doctor.py -k at_whatever_version",
+    ),
 )
 
 
 def copy_package(folder: Path) -> None:
-    """The package as `import nybble` finds it, copied."""
-    for part in ("kernels", "service", "csrc"):
+    """The package as `import nybble` finds it, and deploy/ as NYBBLE_DEPLOY does, copied."""
+    for part in ("kernels", "service", "csrc", "deploy"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / part, folder / "nybble" / part, ignore=ignore)
 
@@ -499,7 +585,7 @@ def verdict(fault: Fault) -> str:
             f"exec timeout --kill-after=5 {LIMIT_S} {sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}",
             shell=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(folder)},
+            env=os.environ | {"PYTHONPATH": str(folder), "NYBBLE_DEPLOY": str(folder / "nybble" / "deploy")},
             capture_output=True,
             text=True,
         )

@@ -50,7 +50,7 @@ class Hybrid(LinearKernel):
         if not target.is_rdna and target.sm < _CUDA_FROM:
             return (
                 False,
-                f"{target.kind} {target.arch}: runs on gfx11*, gfx12* and CUDA sm_{_CUDA_FROM} or newer",
+                f"{target.kind} {target.arch}: runs on gfx11*, gfx120* and CUDA sm_{_CUDA_FROM} or newer",
             )
         reason = declined(config, GROUP_SIZES)
         if reason is not None:

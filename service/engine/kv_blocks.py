@@ -61,6 +61,10 @@ class BlockPool:
         """How many of these registered blocks nobody uses: sharing them takes that many from `free`."""
         return sum(block in self._unused for block in blocks)
 
+    def sole(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks have one user: its end gives that many back."""
+        return sum(self._users[block] == 1 for block in blocks)
+
     def share(self, blocks: Sequence[int]) -> None:
         """One more sequence uses these registered blocks."""
         for block in blocks:

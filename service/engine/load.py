@@ -81,10 +81,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         head = head_quantizer(config.lm_head, checkpoint, model_config, dtype, device)
         # Before anything is read, from the sizes in the files: a plan that cannot work is refused at once, and whether
         # layers get dense copies has to be known while they are made.
-        expected = replace(
-            _needs(config, model_config, checkpoint.total_bytes, dtype),
-            dense_bytes=_dense_bytes(checkpoint, model_config, dtype, target),
-        )
+        expected = _expected(config, checkpoint, model_config, dtype, target)
         first_plan = make_plan(readings, expected)
         dense = first_plan.dense_state == "enabled"
         selfcheck = check_paths(device, dtype, target)
@@ -134,6 +131,14 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
         pci_address=pci_address(device),
     )
     return Engine(runner, info, config)
+
+
+def needs_before_loading(
+    config: EngineConfig, checkpoint: Checkpoint, target: Target, device: torch.device
+) -> MemoryNeeds:
+    """What build_engine's first plan is made from: sizes in the files alone. Of `device` only the type counts."""
+    model_config = read_config(checkpoint.config, Path(config.model))
+    return _expected(config, checkpoint, model_config, _dtype(config.dtype, model_config, device), target)
 
 
 def _set_up_compilation(config: EngineConfig, device: torch.device) -> None:
@@ -253,6 +258,13 @@ def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:
 
 def _cache_shape(config: EngineConfig, m: DecoderConfig, dtype: torch.dtype, blocks: int) -> CacheShape:
     return CacheShape(m.layers, blocks, config.block_size, m.kv_heads, m.head_dim, dtype)
+
+
+def _expected(
+    config: EngineConfig, checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target
+) -> MemoryNeeds:
+    needs = _needs(config, m, checkpoint.total_bytes, dtype)
+    return replace(needs, dense_bytes=_dense_bytes(checkpoint, m, dtype, target))
 
 
 def _dense_bytes(checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target) -> int:

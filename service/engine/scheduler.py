@@ -2,11 +2,15 @@
 
     waiting --(slots and blocks free)--> running: prefill in chunks, then decode, one row a step
                                             |
-    waiting (front) <--preempted (blocks ran out: recomputed later, nothing is lost)
+    waiting (front) <--preempted (blocks ran out, or another's turn: recomputed later, nothing is lost)
 
 Decode comes first: every running sequence that is past its prompt gets its row. Then prompts are computed, as many rows
 as the step's budget has (service/engine/pacing.py): the shortest first, so that a short prompt behind a long one is not
 kept waiting; but the oldest gets a part of every step, so that it is not kept waiting for ever.
+
+Slots go by priority, then to the request that holds fewest of them. When all are held, one that runs makes way for one that
+waits if it is less urgent, if its request holds two slots more, or if it has long to go and the other is short: see
+_offers. At most one does so in a step, in the moment in which the other one starts.
 
 A prompt whose beginning is in the prefix cache starts behind it. One whose next block is being computed for another
 sequence right now waits until it is there: of prompts that begin alike and come together, the first computes for all.
@@ -18,6 +22,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nybble.service.engine.kv_blocks import BlockPool
 from nybble.service.engine.pacing import Budget, Pacer
@@ -47,14 +52,39 @@ class Step:
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
 
+    def drop(self, sequence: Sequence) -> None:
+        self.decode = [s for s in self.decode if s is not sequence]
+        self.prefill = [chunk for chunk in self.prefill if chunk.sequence is not sequence]
+
 
 # The oldest prompt gets this part of a step's rows at least, however many shorter ones there are.
 _OLDEST_SHARE = 0.25
+# Looking for one that could make way takes a pass over the queue: it is done for newcomers and every so many steps.
+_LOOK_EVERY = 8
+# One that has made way does so again only when it has made this part of its tokens since: computing them again is a prefill,
+# whose rows cost a small part of what decoding them did, so that most of the time still goes into new tokens.
+_PROGRESS = 1 / 16
+# "Short" is what takes at most this part of what the other one may still generate.
+_SHORT = 1 / 4
 
 
-def _shortest_first(candidate: tuple[Sequence, int]) -> tuple[int, int]:
-    sequence, context = candidate
-    return sequence.request.priority, len(sequence.tokens) - context
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A prompt that could get rows in this step. context: positions it need not compute. instead_of: what it would have to
+    preempt for a slot."""
+
+    sequence: Sequence
+    context: int
+    instead_of: Sequence | None = None
+
+
+def _shortest_first(candidate: _Candidate) -> tuple[int, int]:
+    return candidate.sequence.request.priority, len(candidate.sequence.tokens) - candidate.context
+
+
+def _has_got_on(sequence: Sequence) -> bool:
+    """Whether a sequence has generated enough since it last made way, or began, to be computed again."""
+    return sequence.output_len - (sequence.gave_way_len or 0) >= _PROGRESS * len(sequence.tokens)
 
 
 class Scheduler:
@@ -79,23 +109,19 @@ class Scheduler:
         self.pacer = pacer
         self.prefix_cache = prefix_cache
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival: the last one is preempted first
+        self.running: list[Sequence] = []  # in the order in which they began
         self.preemptions = 0
         self.queries_tokens = 0
         self.hits_tokens = 0
         self._clock = clock
+        self._steps = 0
+        self._looked_at = -_LOOK_EVERY
         self._computing: dict[bytes, Sequence] = {}  # key of a block -> who is computing it
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those of its priority; preempted ones keep their place in front."""
-        place = len(self.waiting)
-        while place and self._yields(self.waiting[place - 1], sequence):
-            place -= 1
-        self.waiting.insert(place, sequence)
-
-    @staticmethod
-    def _yields(waiting: Sequence, newcomer: Sequence) -> bool:
-        return waiting.scheduled_s is None and waiting.request.priority > newcomer.request.priority
+        """Queue a sequence; schedule() says whose turn it is."""
+        self.waiting.append(sequence)
+        self._looked_at = -_LOOK_EVERY
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and free its blocks."""
@@ -109,6 +135,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step; its sequences hold the blocks that it needs. Empty only when nothing is waiting or running."""
         step = Step()
+        self._steps += 1
         for sequence in list(self.running):
             if sequence.pending == 1 and sequence in self.running and self._grow(sequence, 1):
                 step.decode.append(sequence)
@@ -143,59 +170,101 @@ class Scheduler:
     def _prefill(self, step: Step) -> None:
         """Fill the rest of the step with prompt rows."""
         budget = self.pacer.budget(len(step.decode))
-        candidates = [(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
+        candidates = [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
         if not candidates:
             return
-        oldest, context = candidates[0]
+        oldest = candidates[0]
         if len(candidates) > 1:
-            budget.hold(len(oldest.tokens) - context, context, _OLDEST_SHARE)
+            budget.hold(len(oldest.sequence.tokens) - oldest.context, oldest.context, _OLDEST_SHARE)
         stalled = False
-        for sequence, _ in sorted(candidates, key=_shortest_first):
-            if sequence is oldest:
+        for candidate in sorted(candidates, key=_shortest_first):
+            if candidate is oldest:
                 budget.let_go()
-            if sequence in self.running:
-                stalled |= not self._continue(step, sequence, budget)
+            if candidate.sequence in self.running:
+                stalled |= not self._continue(step, candidate.sequence, budget)
             # A prompt that waits for blocks must not lose them to a newcomer.
-            elif sequence in self.waiting and not stalled:
-                self._begin(step, sequence, budget)
+            elif candidate.sequence in self.waiting and not stalled:
+                self._begin(step, candidate, budget)
 
-    def _newcomers(self) -> list[tuple[Sequence, int]]:
-        """The waiting sequences that could start now and the positions they would share; in turn, which a sequence that
-        does not fit stops. While other requests wait, the choices of one hold at most half of the slots."""
-        found: list[tuple[Sequence, int]] = []
+    def _newcomers(self) -> list[_Candidate]:
+        """The waiting sequences that could start now: in turn as many as there are slots, which one that does not fit
+        stops; if that is none, one that another makes way for."""
+        found: list[_Candidate] = []
         slots, room = self.limit - len(self.running), self.pool.free
-        if slots <= 0 or not self.waiting:
-            return found
-        held = Counter(sequence.group for sequence in self.running)
-        waiting_groups = {sequence.group for sequence in self.waiting}
-        most = -(-self.limit // 2) if len(waiting_groups) > 1 else self.limit
-        for sequence in self._in_turn(held):
+        for sequence in self._in_turn() if slots > 0 else ():
             if len(found) >= slots:
                 break
-            # One that was preempted has had its turn.
-            if held[sequence.group] >= most and sequence.scheduled_s is None:
-                continue
             shared = self._shareable(sequence)
             if self._in_progress(sequence, shared):
                 continue
             room -= self._needed(sequence, shared)
             if room < 0:
                 break
-            found.append((sequence, len(shared) * self.block_size))
-            held[sequence.group] += 1
-        return found
+            found.append(_Candidate(sequence, len(shared) * self.block_size))
+        return found or self._newcomer_instead()
 
-    def _in_turn(self, held: Counter[str]) -> list[Sequence]:
-        """The queue, in which preempted sequences come first and then, of each priority, those whose requests hold the
-        fewest slots: many choices of one request do not keep others waiting."""
-        places = held.copy()
-        turns: list[tuple[tuple[int, int, int], int, Sequence]] = []
+    def _in_turn(self) -> list[Sequence]:
+        """The queue, the most urgent first and, of those, what belongs to requests that hold the fewest slots: many choices
+        of one request do not keep others waiting. Among equals what was preempted goes first."""
+        places = Counter(sequence.group for sequence in self.running)
+        turns: list[tuple[tuple[int, int, bool, int], Sequence]] = []
         for sequence in self.waiting:
-            preempted = sequence.scheduled_s is not None
-            turn = (0, 0, 0) if preempted else (1, sequence.request.priority, places[sequence.group])
+            new = sequence.scheduled_s is None
+            turns.append(((sequence.request.priority, places[sequence.group], new, len(turns)), sequence))
             places[sequence.group] += 1
-            turns.append((turn, len(turns), sequence))
-        return [sequence for _, _, sequence in sorted(turns, key=lambda entry: entry[:2])]
+        turns.sort(key=lambda entry: entry[0])
+        return [sequence for _, sequence in turns]
+
+    def _newcomer_instead(self) -> list[_Candidate]:
+        """The first in turn that one of the running sequences makes way for."""
+        if not (self.waiting and self.running) or self._steps - self._looked_at < _LOOK_EVERY:
+            return []
+        self._looked_at = self._steps
+        offers = {urgency: self._offers(urgency) for urgency in {s.request.priority for s in self.waiting}}
+        for sequence in self._in_turn():
+            mine = offers[sequence.request.priority]
+            victim = next((running for running, makes_way in mine if makes_way(sequence, running)), None)
+            if victim is None:
+                continue
+            shared = self._shareable(sequence)
+            if not self._in_progress(sequence, shared) and self._fits(sequence, shared, victim):
+                return [_Candidate(sequence, len(shared) * self.block_size, victim)]
+        return []
+
+    def _offers(self, urgency: int) -> list[tuple[Sequence, Callable[[Sequence, Sequence], bool]]]:
+        """Who would make way for one of this urgency, and on which condition: the least urgent, one of the request that
+        holds the most slots, the one that has the most to go. Of equals the youngest, which loses least."""
+        held = Counter(sequence.group for sequence in self.running)
+
+        def less_urgent(newcomer: Sequence, running: Sequence) -> bool:
+            return newcomer.request.priority < running.request.priority
+
+        def holds_more(newcomer: Sequence, running: Sequence) -> bool:
+            return held[newcomer.group] + 2 <= held[running.group]
+
+        def hardly_delayed(newcomer: Sequence, running: Sequence) -> bool:
+            length = len(newcomer.tokens) + newcomer.left
+            return newcomer.scheduled_s is None and length <= _SHORT * running.left
+
+        young = [s for s in reversed(self.running) if s.request.priority >= urgency]
+        again = [s for s in young if s.gave_way_len is None or _has_got_on(s)]
+        served = [s for s in young if _has_got_on(s)] if self._may_wait_for_short_ones() else []
+        ranked: tuple[tuple[list[Sequence], Callable[[Sequence], int], Any], ...] = (
+            (young, lambda s: s.request.priority, less_urgent),
+            (again, lambda s: held[s.group], holds_more),
+            (served, lambda s: s.left, hardly_delayed),
+        )
+        return [(max(some, key=rank), makes_way) for some, rank, makes_way in ranked if some]
+
+    def _may_wait_for_short_ones(self) -> bool:
+        """Half of the slots stay with those that have them, however many short requests come."""
+        gone = sum(sequence.gave_way_len is not None for sequence in self.waiting)
+        return gone < max(1, self.limit // 2)
+
+    def _fits(self, newcomer: Sequence, shared: list[int], victim: Sequence | None) -> bool:
+        """Whether there are blocks for a newcomer, those included that its victim alone uses."""
+        gained = 0 if victim is None else self.pool.sole(set(victim.blocks).difference(shared))
+        return self._needed(newcomer, shared) <= self.pool.free + gained
 
     def _needed(self, sequence: Sequence, shared: list[int]) -> int:
         """Free blocks that a sequence's whole present length and its next token, if it makes any, take, behind the shared
@@ -229,16 +298,25 @@ class Scheduler:
         step.prefill.append(Chunk(sequence, count))
         return True
 
-    def _begin(self, step: Step, sequence: Sequence, budget: Budget) -> None:
+    def _begin(self, step: Step, candidate: _Candidate, budget: Budget) -> None:
         """Start a sequence if its whole present length fits: a prompt that is sure to be preempted is not begun."""
+        sequence, victim = candidate.sequence, candidate.instead_of
+        # What ran before it in this step may have preempted its victim, or the sequence itself for another one's slot.
+        if (len(self.running) >= self.limit) if victim is None else (victim not in self.running):
+            return
         # Looked up again: what ran before it in this step may have taken blocks, or begun the same prompt.
         shared = self._shareable(sequence)
-        if self._needed(sequence, shared) > self.pool.free or self._in_progress(sequence, shared):
+        if not self._fits(sequence, shared, victim) or self._in_progress(sequence, shared):
             return
         context = len(shared) * self.block_size
         count = budget.take(len(sequence.tokens) - context, context, self.block_size)
         if not count:
             return
+        if victim is not None:
+            step.drop(victim)
+            victim.gave_way_len = victim.output_len
+            self.preempt(victim)
+            self._looked_at = -_LOOK_EVERY
         self.pool.share(shared)
         longest = sequence.prompt_len + sequence.request.sampling.max_tokens
         taken = self.pool.start(
@@ -276,12 +354,13 @@ class Scheduler:
             del self._computing[key]
 
     def _grow(self, sequence: Sequence, rows: int, preempt: bool = True) -> bool:
-        """Blocks for `rows` more; preempts the youngest sequences if it must. False: not this step (or preempted)."""
+        """Blocks for `rows` more; preempts the youngest of the least urgent sequences if it must. False: not this step (or
+        preempted)."""
         needed = self._blocks_for(sequence.computed + rows) - len(sequence.blocks)
         while needed > 0 and not self.pool.extend(sequence.blocks, needed):
             if not preempt:
                 return False
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=lambda running: running.request.priority)
             self.preempt(victim)
             if victim is sequence:
                 return False

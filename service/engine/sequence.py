@@ -20,6 +20,7 @@ class Sequence:
     generated    how often each id was generated, kept only when a penalty needs it
     scored       prompt tokens from the second on with their log-probabilities, None unless asked for
     committed    leading blocks that are full and that the pool knows by their content (see KV blocks)
+    gave_way_len output_len when it last made way for another one, None before
     cached       prompt tokens that needed no computing when the request first ran; None before
     """
 
@@ -31,6 +32,7 @@ class Sequence:
         "cached",
         "committed",
         "computed",
+        "gave_way_len",
         "generated",
         "prompt_len",
         "random",
@@ -50,6 +52,7 @@ class Sequence:
         self.computed = 0
         self.committed = 0
         self.cached: int | None = None
+        self.gave_way_len: int | None = None
         self.blocks: list[int] = []
         self._keys: list[bytes] = []
         self.reserved: tuple[int, int] | None = None
@@ -75,6 +78,11 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still generate."""
+        return self.request.sampling.max_tokens - self.output_len
 
     @property
     def pending(self) -> int:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
 from fake_engine import ERROR_AFTER_3, SLOW
 from http_fixtures import local_app, parse_metrics
 
+from nybble.service.api.middleware import LINGER_S
 from nybble.service.client import EngineState
 from nybble.service.text import TextCodec
 
 pytestmark = pytest.mark.anyio
+
+
+def post_scope() -> dict:
+    """A POST to /v1/completions as a server hands it to an application."""
+    return {
+        **{"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"},
+        **{"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"},
+        **{"headers": [(b"content-type", b"application/json")], "client": None, "server": None},
+    }
 
 
 async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
@@ -37,6 +49,29 @@ def test_a_body_in_chunks_is_measured_too(http: httpx.Client) -> None:
     response = http.post("/v1/completions", content=chunks())
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_refused_body_is_read_on_for_as_long_as_it_comes(codec: TextCodec) -> None:
+    """Closing on a client that still sends would reset the connection, and take the answer with it."""
+    left = 7
+    pause_s = LINGER_S[1] / 4
+
+    async def receive() -> dict:
+        nonlocal left
+        if left < 7:
+            await asyncio.sleep(pause_s)
+        left -= 1
+        return {"type": "http.request", "body": b"x" * 2000, "more_body": left > 0}
+
+    sent: list[tuple[int, dict]] = []
+
+    async def send(message: dict) -> None:
+        sent.append((left, message))
+
+    async with local_app(codec, body_limit_bytes=1024) as local:
+        await local.app(post_scope(), receive, send)
+    assert sent[0][1]["status"] == 413 and sent[1][1]["body"] and sent[1][1]["more_body"]
+    assert [at for at, _ in sent] == [6, 6, 0] and not sent[2][1]["more_body"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -88,7 +123,10 @@ async def test_beyond_the_queue_the_answer_is_429(codec: TextCodec) -> None:
         assert (await local.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         assert (await running).status_code == 200
         assert (await local.http.post("/v1/completions", json={"prompt": "x", "n": 2})).status_code == 200
-        assert (await metrics(local.http))['nybble_rejected_total{reason="queue_full"}'] == 1
+        values = await metrics(local.http)
+        assert values['nybble_rejected_total{reason="queue_full"}'] == 1
+        # From the start, so that a rate sees the first one.
+        assert values['nybble_rejected_total{reason="deadline"}'] == 0
 
 
 @pytest.mark.parametrize(
@@ -154,6 +192,62 @@ async def test_an_unexpected_exception_is_an_error_object_too(codec: TextCodec, 
         assert (await metrics(local.http))[
             'nybble_http_requests_total{route="/v1/completions",status="500"}'
         ] == 1
+
+
+async def test_an_unexpected_exception_in_a_stream_is_its_last_event(codec: TextCodec, monkeypatch) -> None:
+    async with local_app(codec) as local:
+        advance = local.client.fake.advance
+
+        def advance_or_fail(sequence):
+            output = advance(sequence)
+            # As a fault of ours would: nobody has thought of it.
+            return output if sequence.done < 4 else replace(output, tokens=(None,))
+
+        monkeypatch.setattr(local.client.fake, "advance", advance_or_fail)
+        response = await local.http.post(
+            "/v1/completions", json={"prompt": "abc", "max_tokens": 50, "stream": True}
+        )
+        events = [event for event in response.text.split("\n\n") if event]
+        assert response.status_code == 200 and len(events) > 1
+        assert [('"internal_error"' in event) for event in events] == [False] * (len(events) - 1) + [True]
+        assert "[DONE]" not in response.text and "Traceback" not in response.text
+        await asyncio.sleep(0.01)
+        assert local.client.in_flight == 0 and not local.client.fake.sequences
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "generating"])
+async def test_a_request_that_the_server_cancels_ends_once_and_is_aborted(
+    codec: TextCodec, stream: bool, begun: bool
+) -> None:
+    """As uvicorn does when the time for the last answers is over."""
+    async with local_app(codec) as local:
+        body = json.dumps({"prompt": [SLOW, 100], "max_tokens": 200, "stream": stream}).encode()
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[dict] = []
+        if not begun:
+            local.client.fake.advance = lambda sequence: None
+
+        async def receive() -> dict:
+            return incoming.pop() if incoming else await asyncio.Future()
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        task = asyncio.create_task(local.app(post_scope(), receive, send))
+        while not local.client.in_flight or (stream and begun and len(sent) < 3):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        starts = [message["status"] for message in sent if message["type"] == "http.response.start"]
+        if stream and begun:
+            # Cut off: whoever reads sees that the end is missing.
+            assert starts == [200] and sent[-1]["more_body"]
+        else:
+            assert starts == [503] and not sent[-1].get("more_body")
+            assert json.loads(sent[-1]["body"])["error"]["code"] == "draining"
+        assert local.client.in_flight == 0 and not local.client.fake.sequences
+        assert (await metrics(local.http))['nybble_requests_total{finish_reason="abort"}'] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -85,6 +85,24 @@ async def test_without_a_key_every_route_but_liveness_is_401(
         assert values['nybble_rejected_total{reason="unauthorized"}'] == len(asked) - 1
 
 
+async def test_a_large_body_without_a_key_is_read_on_so_that_the_answer_arrives(codec: TextCodec) -> None:
+    left, sent = 100, []
+
+    async def receive() -> dict[str, Any]:
+        nonlocal left
+        left -= 1
+        return {"type": "http.request", "body": b"x" * 100_000, "more_body": left > 0}
+
+    async def send(message: Any) -> None:
+        sent.append((left, message))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    async with local_app(codec, api_keys=",".join(KEYS)) as local:
+        await local.app(scope, receive, send)
+    assert sent[0][1]["status"] == 401 and sent[1][1]["body"]
+    assert [at for at, _ in sent] == [100, 100, 0] and not sent[-1][1]["more_body"]
+
+
 async def test_metrics_can_be_left_open(codec: TextCodec) -> None:
     async with local_app(codec, api_keys=KEYS[0], metrics_without_key=True) as local:
         assert (await local.http.get("/metrics")).status_code == 200

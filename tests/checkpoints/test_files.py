@@ -283,6 +283,26 @@ class TestResolve:
             resolve(name)
         assert len(str(error.value)) < 500
 
+    @pytest.mark.parametrize("name", ["above/model", "above", "above/model/m.gguf", "m.gguf"])
+    def test_what_this_user_may_not_read(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a folder of a home is to the user of the container that it is mounted into."""
+        (tmp_path / "above/model").mkdir(parents=True)
+        (tmp_path / "m.gguf").touch()
+        for closed in ("above", "m.gguf"):
+            (tmp_path / closed).chmod(0)
+        # Folders of pytest are for their owner alone: by its whole name root's could not be looked for.
+        monkeypatch.chdir(tmp_path)
+        me = os.geteuid()
+        os.seteuid(me or 10001)
+        try:
+            with pytest.raises(CheckpointError, match=rf"{name}: user {me or 10001}, .*chmod -R a\+rX"):
+                resolve(name)
+        finally:
+            os.seteuid(me)
+            (tmp_path / "above").chmod(0o700)
+
     def test_hub_that_cannot_be_reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline(*args: object, **kwargs: object) -> str:
             raise LocalEntryNotFoundError(

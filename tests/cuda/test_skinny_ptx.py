@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from ptx_emulator import Fault, Kernel, Memory
+from torch.nn.functional import gelu, silu
 from weights import make_weight
 
 from nybble.kernels.linear import skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.native.compilers import Nvrtc
 from nybble.kernels.native.libraries import LibraryNotFound
-from nybble.kernels.native.program import csrc
+from nybble.kernels.native.program import Sources, csrc
 from nybble.kernels.skinny_layout import SkinnyWeight, pack
 from nybble.kernels.testing import assert_close
 
 ARCH = "sm_90"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 FORMATS = pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+GATES = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 GROUPS = pytest.mark.parametrize("g", [32, 64, 128])
 
 
@@ -37,7 +40,9 @@ def plan(m: int, rows: int = 16, waves: int = 2, splits: int = 1) -> skinny.Plan
 
 
 def bits(t: torch.Tensor) -> np.ndarray:
-    return t.contiguous().view(torch.uint8).numpy()
+    """All bytes between a tensor's first and last, those between its rows too."""
+    flat = t.as_strided(((t.shape[0] - 1) * t.stride(0) + t.shape[1],), (1,)) if t.dim() == 2 else t
+    return flat.view(torch.uint8).numpy()
 
 
 def run(
@@ -48,7 +53,7 @@ def run(
     bias: torch.Tensor | None = None,
     gate: str | None = None,
     order: str = "random",
-    source=None,
+    source: Sources | None = None,
 ) -> torch.Tensor:
     """y, from memory where nothing but the operands may be touched."""
     m, k = x.shape
@@ -75,19 +80,137 @@ def run(
     return torch.from_numpy(memory.get(y, (m, columns), np.int16)).view(x.dtype)
 
 
-def problem(m: int, n: int, k: int, g: int, symmetric: bool, dtype: torch.dtype):
+def problem(
+    m: int,
+    n: int,
+    k: int,
+    g: int,
+    symmetric: bool,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype | None = None,
+):
     weight = make_weight(n, k, g, symmetric, seed=n + k)
     gen = torch.Generator().manual_seed(m * k)
     x = (torch.randn(m, k, generator=gen) * torch.linspace(0.5, 2, k)).to(dtype)
-    return weight, pack(weight, arch=ARCH, device=torch.device("cpu"), scale_dtype=dtype), x
+    return weight, pack(weight, arch=ARCH, device=torch.device("cpu"), scale_dtype=scale_dtype or dtype), x
+
+
+def agrees(
+    nvrtc: Nvrtc, plan: skinny.Plan, n: int, k: int, g: int, symmetric: bool, dtype: torch.dtype, **more
+) -> None:
+    scale_dtype, gate = more.pop("scale_dtype", dtype), more.get("gate")
+    weight, w, x = problem(plan.m, n, k, g, symmetric, dtype, scale_dtype)
+    bias = torch.linspace(-2, 2, n).to(dtype)
+    want = linear_reference(x, replace(weight, scales=w.scales[:n]), bias)
+    if gate is not None:
+        want = GATES[gate](want[:, 0::2]) * want[:, 1::2]
+    assert_close(run(nvrtc, plan, x, w, bias, **more), want.float(), dtype)
 
 
 @DTYPES
 @FORMATS
 @GROUPS
-@pytest.mark.parametrize("m", [1, 4, 8, 16])
+@pytest.mark.parametrize("m", [1, 16])
 def test_matches_the_reference(m, g, symmetric, dtype, nvrtc):
-    weight, w, x = problem(m, 40, 640, g, symmetric, dtype)
-    bias = torch.linspace(-2, 2, 40).to(dtype)
-    rounded = replace(weight, scales=w.scales[:40])
-    assert_close(run(nvrtc, plan(m), x, w, bias), linear_reference(x, rounded, bias))
+    agrees(nvrtc, plan(m), 40, 640, g, symmetric, dtype)
+
+
+@DTYPES
+@GROUPS
+def test_up_to_eight_rows_a_last_step_past_k_and_parts_of_k(g, dtype, nvrtc):
+    """Two tiles of rows of which the last is not full; two splits, whose blocks come in any order."""
+    agrees(nvrtc, plan(8, rows=32, splits=2), 56, 9 * max(g, 64), g, False, dtype)
+
+
+@pytest.mark.parametrize("g", [32, 64])
+@pytest.mark.parametrize(
+    "scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"]
+)
+def test_scales_of_every_type_whose_rows_begin_in_the_middle_of_a_word(scale_dtype, g, nvrtc):
+    agrees(nvrtc, plan(4), 24, 9 * g, g, False, torch.bfloat16, scale_dtype=scale_dtype)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gates(splits, gate, nvrtc):
+    agrees(nvrtc, plan(2, splits=splits), 24, 512, 32, False, torch.float16, gate=gate)
+
+
+def test_the_plan_of_a_real_chip_needs_the_shared_memory_that_it_asks_for(nvrtc):
+    """48 rows, 4 waves, and not a byte more than Plan.shared_bytes."""
+    agrees(nvrtc, plan(16, rows=48, waves=4), 48, 1088, 32, False, torch.bfloat16)
+
+
+def test_any_n_and_rows_farther_apart(nvrtc):
+    dtype = torch.bfloat16
+    weight, w, x = problem(3, 7, 320, 64, True, dtype)
+    wide = torch.full((3, 384), float("nan"), dtype=dtype)
+    wide[:, :320] = x
+    want = linear_reference(x, replace(weight, scales=w.scales[:7]))
+    assert_close(run(nvrtc, plan(4), wide[:, :320], w), want)
+
+
+def test_large_means_do_not_drown_the_rest(nvrtc):
+    """sum x is thousands of times what is left after the bias came off."""
+    for dtype in (torch.float16, torch.bfloat16):
+        weight, w, x = problem(8, 16, 640, 32, False, dtype)
+        x = x + 100
+        assert_close(run(nvrtc, plan(8), x, w), linear_reference(x, replace(weight, scales=w.scales[:16])))
+
+
+def test_the_same_bits_whatever_comes_first(nvrtc):
+    _, w, x = problem(4, 40, 1024, 32, False, torch.bfloat16)
+    first, *others = (
+        run(nvrtc, plan(4, splits=2), x, w, order=order) for order in ("forward", "reversed", "random")
+    )
+    assert all(torch.equal(first, other) for other in others)
+
+
+# What is left out of a source, and what the emulator says of the code without it, if not that its numbers are wrong.
+PLANTED = {
+    "copies that are not waited for": (
+        "mma_tile.h",
+        "    for (int step = 0; step < steps; step++) {\n      wait_for_copies<STAGES - 2>();",
+        "    for (int step = 0; step < steps; step++) {",
+        "before the copy to it was waited for",
+    ),
+    "no barrier before the waves' sums": (
+        "skinny_w4a16.cpp",
+        "  engine.deposit(sums + wave * NYBBLE_M * NYBBLE_ROWS);\n  block_barrier();",
+        "  engine.deposit(sums + wave * NYBBLE_M * NYBBLE_ROWS);",
+        "another wave (wrote|used), with no barrier between",
+    ),
+    "a counter that is not put back": (
+        "skinny_w4a16.h",
+        "if (thread_index() == 0) p.counters[block_x()] = 0;",
+        "",
+        "counters are 0 between calls",
+    ),
+    "a row of x read that the call has not": (
+        "mma_tile.h",
+        "smaller(i * X_COPIED + copied_m, p.m - 1)",
+        "(i * X_COPIED + copied_m)",
+        "reads global memory that it may not",
+    ),
+    "another row's zero point": ("mma_tile.h", "16 - 4 * g", "12 - 4 * g", "worst"),
+    "the part of sum x that one multiplication loses": (
+        "mma_tile.h",
+        "low = value - high;",
+        "low = 0;",
+        "worst",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_found(name, nvrtc):
+    file, old, new, words = PLANTED[name]
+    files = csrc().files
+    assert files[file].count(old) == 1
+    source = Sources(files | {file: files[file].replace(old, new)}, digest="")
+    with pytest.raises((Fault, AssertionError), match=words):
+        for dtype in (torch.float16, torch.bfloat16):
+            weight, w, x = problem(5, 24, 640, 32, False, dtype)
+            x = x + 100
+            y = run(nvrtc, plan(8, splits=2), x, w, source=source)
+            assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))

@@ -1,4 +1,7 @@
 import itertools
+import random
+
+import pytest
 
 from nybble.service.engine.kv_blocks import BlockPool
 from nybble.service.engine.pacing import Pacer
@@ -153,20 +156,24 @@ def test_many_sequences_in_a_small_pool_all_finish():
 def test_the_least_priority_goes_first_and_equals_by_arrival():
     s = scheduler(max_running=1)
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5), ("f", 0)):
-        request = Request(name, (1, 2, 3), SamplingParams(10), 0.0, priority)
-        s.add(Sequence(request, ()))
-    assert [w.id for w in s.waiting] == ["d", "a", "c", "f", "b", "e"]
+        s.add(sequence(name, 3, priority=priority))
+    order = []
+    while s.schedule():
+        order.append(s.running[0].id)
+        s.remove(s.running[0])
+    assert order == ["d", "a", "c", "f", "b", "e"]
 
 
-def test_a_preempted_sequence_keeps_its_place_before_a_newcomer_of_less_priority():
+def test_a_preempted_sequence_goes_before_its_equals_and_after_what_is_more_urgent():
     s = scheduler(blocks=4, max_running=2)
     s.add(sequence("first", 6))
     s.add(sequence("second", 6))
     while not s.preemptions:
         advance(s.schedule())
     assert [w.id for w in s.waiting] == ["second"]
-    s.add(Sequence(Request("urgent", (1,), SamplingParams(10), 0.0, -5), ()))
-    assert [w.id for w in s.waiting] == ["second", "urgent"]
+    s.add(sequence("equal", 1))
+    s.add(sequence("urgent", 1, priority=-5))
+    assert [w.id for w in s._in_turn()] == ["urgent", "second", "equal"]
 
 
 def test_a_prompt_that_is_only_scored_needs_no_block_for_an_answer():
@@ -175,7 +182,11 @@ def test_a_prompt_that_is_only_scored_needs_no_block_for_an_answer():
     assert [c.sequence.id for c in s.schedule().prefill] == ["full"]
 
 
-def test_while_others_wait_a_request_holds_half_of_the_slots():
+def names(s):
+    return sorted(q.id for q in s.running)
+
+
+def test_while_others_wait_slots_go_to_who_holds_fewest():
     s = scheduler(max_running=5)
     for i in range(8):
         s.add(sequence(f"a{i}", 2, group="a"))
@@ -183,27 +194,127 @@ def test_while_others_wait_a_request_holds_half_of_the_slots():
         s.add(sequence(f"b{i}", 2, group="b"))
     s.add(sequence("c", 2))
     advance(s.schedule())
-    assert sorted(q.id for q in s.running) == ["a0", "a1", "b0", "b1", "c"]
+    assert names(s) == ["a0", "a1", "b0", "b1", "c"]
     s.remove(next(q for q in s.running if q.id == "c"))
     advance(s.schedule())
-    assert sorted(q.id for q in s.running) == ["a0", "a1", "a2", "b0", "b1"]
+    assert names(s) == ["a0", "a1", "a2", "b0", "b1"]
     for q in [q for q in s.running if q.group == "b"]:
         s.remove(q)
     advance(s.schedule())
-    assert sorted(q.id for q in s.running) == ["a0", "a1", "a2", "b2", "b3"]
+    assert names(s) == ["a0", "a1", "a2", "b2", "b3"]
 
 
-def test_alone_a_request_may_hold_all_slots_and_a_newcomer_gets_the_next():
+def test_alone_a_request_may_hold_all_slots_and_its_youngest_choice_makes_way_for_a_newcomer():
     s = scheduler(max_running=4)
     for i in range(8):
         s.add(sequence(f"a{i}", 2, group="a"))
     advance(s.schedule())
     assert len(s.running) == 4
     s.add(sequence("short", 2))
-    s.remove(s.running[0])
+    step = s.schedule()
+    assert [c.sequence.id for c in step.prefill] == ["short"]
+    assert [q.id for q in step.decode] == ["a0", "a1", "a2"]
+    assert names(s) == ["a0", "a1", "a2", "short"] and s.waiting[0].id == "a3"
+
+
+def test_choices_make_way_until_nobody_holds_two_slots_more_than_another():
+    s = scheduler(max_running=6)
+    for i in range(6):
+        s.add(sequence(f"a{i}", 2, group="a"))
     advance(s.schedule())
-    assert [q.id for q in s.running] == ["a1", "a2", "a3", "short"]
-    assert len(s.running) + len(s.waiting) == 8
+    for name in "bc":
+        for i in range(6):
+            s.add(sequence(f"{name}{i}", 2, group=name))
+    for _ in range(20):
+        advance(s.schedule())
+    assert names(s) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert s.preemptions == 4
+    for i in range(3):
+        s.add(sequence(f"single{i}", 2))
+    for _ in range(20):
+        advance(s.schedule())
+    assert names(s) == ["a0", "b0", "c0", "single0", "single1", "single2"]
+    assert s.preemptions == 7
+
+
+def test_a_choice_that_made_way_does_so_again_only_after_it_has_got_on():
+    s = scheduler(max_running=2, blocks=1024, prefill=1024, busy=1024)
+    for i in range(2):
+        s.add(sequence(f"a{i}", 160, max_tokens=400, group="a"))
+    advance(s.schedule())
+    lengths = {"a0": [], "a1": []}
+    for i in range(12):
+        s.add(sequence(f"single{i}", 1))
+        before = s.preemptions
+        for _ in range(100):
+            advance(s.schedule())
+            if s.preemptions > before:
+                break
+        (victim,) = s.waiting
+        lengths[victim.id].append(len(victim.tokens))
+        s.remove(next(q for q in s.running if q.id == f"single{i}"))
+        advance(s.schedule())
+    assert lengths["a1"][0] == 161, "the first time at once"
+    for some in lengths.values():
+        assert len(some) > 2
+        assert all(15 * after >= 16 * before for before, after in zip(some, some[1:], strict=False)), some
+
+
+def test_a_short_request_gets_the_slot_of_one_that_has_long_to_go():
+    s = scheduler(max_running=4, blocks=1024)
+    for i in range(4):
+        s.add(sequence(f"long{i}", 16, max_tokens=1000))
+    for _ in range(8):
+        advance(s.schedule())
+    for i in range(8):
+        s.add(sequence(f"short{i}", 4, max_tokens=4))
+    s.add(sequence("medium", 4, max_tokens=400))
+    done = []
+    for _ in range(60):
+        for name in advance(s.schedule()):
+            q = next(q for q in s.running if q.id == name)
+            if q.finish_reason(10_000):
+                done.append(name)
+                s.remove(q)
+        assert sum(q.id.startswith("long") for q in s.running) >= 2, "half of the slots stay"
+    assert sorted(done) == [f"short{i}" for i in range(8)]
+    assert names(s) == [f"long{i}" for i in range(4)], "and those that made way come back before the others"
+
+
+def test_the_more_urgent_gets_the_slot_of_the_least_urgent_that_runs():
+    s = scheduler(max_running=3)
+    for name, priority in (("a", 0), ("b", 7), ("c", 3)):
+        s.add(sequence(name, 2, priority=priority))
+    advance(s.schedule())
+    s.add(sequence("equal", 2, priority=7))
+    advance(s.schedule())
+    assert names(s) == ["a", "b", "c"]
+    s.add(sequence("urgent", 2, priority=-1))
+    advance(s.schedule())
+    assert names(s) == ["a", "c", "urgent"]
+    for _ in range(40):
+        advance(s.schedule())
+    assert s.preemptions == 1
+
+
+def test_memory_is_taken_from_the_least_urgent():
+    s = scheduler(blocks=4)
+    s.add(sequence("idle", 6, priority=1))
+    s.add(sequence("urgent", 6))
+    while not s.preemptions:
+        advance(s.schedule())
+    assert names(s) == ["urgent"]
+
+
+def test_nobody_makes_way_for_what_would_not_fit():
+    s = scheduler(blocks=8, max_running=2)
+    for i in range(2):
+        s.add(sequence(f"a{i}", 3 * BLOCK, group="a"))
+    advance(s.schedule())
+    s.add(sequence("wide", 7 * BLOCK))
+    for _ in range(3):
+        advance(s.schedule())
+    assert names(s) == ["a0", "a1"] and not s.preemptions
 
 
 def test_turns_go_by_priority_first():
@@ -212,4 +323,55 @@ def test_turns_go_by_priority_first():
         s.add(sequence(f"a{i}", 2, group="a", priority=-1))
     s.add(sequence("b", 2))
     advance(s.schedule())
-    assert [q.id for q in s.running] == ["a0", "a1", "b"]
+    assert names(s) == ["a0", "a1", "a2"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_is_accounted_for_and_ends(seed):
+    """Random arrivals, choices, priorities, lengths and departures over too few slots and blocks."""
+    rng = random.Random(seed)
+    blocks = rng.randrange(12, 40)
+    s = scheduler(
+        blocks=blocks, max_running=rng.randrange(1, 7), prefill=rng.randrange(1, 20), busy=rng.randrange(0, 9)
+    )
+    longest = blocks * BLOCK - 1
+    live: dict[str, Sequence] = {}
+    ended = started = 0
+    for turn in range(100_000):
+        if turn < 400 and rng.random() < 0.3:
+            name, priority = f"r{turn}", rng.choice((0, 0, 0, -1, 3))
+            prompt_len = rng.randrange(1, longest // 2)
+            max_tokens = rng.choice((1, 3, rng.randrange(1, longest - prompt_len)))
+            for i in range(rng.choice((1, 1, 1, 2, 9))):
+                q = sequence(
+                    f"{name}.{i}", prompt_len, max_tokens, turn * 1000, group=name, priority=priority
+                )
+                live[q.id] = q
+                s.add(q)
+                started += 1
+        if live and rng.random() < 0.05:
+            gone = live.pop(rng.choice(sorted(live)))
+            s.remove(gone)
+            ended += 1
+        step = s.schedule()
+        assert len(s.running) <= s.limit and not set(s.running) & set(s.waiting)
+        assert started == ended + len(s.running) + len(s.waiting)
+        chosen = [*step.decode, *(c.sequence for c in step.prefill)]
+        assert len(chosen) == len(set(chosen)) and set(chosen) <= set(s.running)
+        assert bool(step) == bool(live), "where there is work, some of it is done"
+        used = [block for q in s.running for block in set(q.blocks)]
+        assert s.pool.free == blocks - len(set(used))
+        before = {q: q.computed for q in chosen}
+        advance(step)
+        for q in chosen:
+            assert len(q.blocks) * BLOCK >= q.computed > before[q]
+            s.commit(q)
+        for q in [q for q in chosen if q.output_len and q.finish_reason(10_000)]:
+            assert q.output_len == q.request.sampling.max_tokens
+            s.remove(live.pop(q.id))
+            ended += 1
+        if turn >= 400 and not live:
+            break
+    assert not live and started == ended and s.pool.free == blocks
+    assert not s._computing, "nobody waits for what nobody computes"
+    assert s.preemptions > 0

@@ -17,11 +17,12 @@ from nybble.service.settings import ENVIRONMENT_ONLY, Settings, flag_name
 
 
 def nybble(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    others = {name: value for name, value in os.environ.items() if not name.startswith("NYBBLE_")}
     return subprocess.run(
         [sys.executable, "-P", "-m", "nybble.service", *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment,
+        env=others | {"COLUMNS": "200", "NO_COLOR": "1"} | environment,
         check=False,
         timeout=60,
     )
@@ -60,10 +61,18 @@ def test_wrong_usage_is_exit_code_2(
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_model_that_does_not_exist_is_exit_code_1() -> None:
-    done = nybble("serve", "/no/such/folder")
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/" + "b" * 5000], ids=["missing", "too long"])
+def test_a_model_that_does_not_exist_is_exit_code_1(name: str) -> None:
+    done = nybble("serve", name)
     assert done.returncode == 1
-    assert done.stderr.startswith("nybble: /no/such/folder") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("nybble: ") and len(done.stderr.splitlines()) == 1
+    assert name[:50] in done.stderr
+
+
+def test_a_misspelt_variable_is_told_at_the_start() -> None:
+    done = nybble("serve", "/no/such/folder", "--port", "0", NYBBLE_API_KEY="12345678")
+    assert "WARNING" in done.stderr and "NYBBLE_API_KEYS meant?" in done.stderr
+    assert "12345678" not in done.stderr
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

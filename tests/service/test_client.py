@@ -19,7 +19,7 @@ from fake_engine import CRASH_AFTER_3, IN_PIECES, MAX_RUNNING, SLOW
 from http_fixtures import LocalClient, alive
 
 from nybble.service.client import EngineClient, EngineState
-from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
+from nybble.service.engine.protocol import EngineConfig, EngineStats, Outputs, Request, SamplingParams
 from nybble.service.errors import QueueFull, Unavailable
 
 pytestmark = pytest.mark.anyio
@@ -197,6 +197,15 @@ async def test_requests_the_engine_never_reported_are_counted() -> None:
         await stream.next()
 
 
+async def test_an_engine_is_not_judged_by_the_calls_of_the_one_before() -> None:
+    client = LocalClient()
+    client.become_ready()
+    client._on_outputs(Outputs((), EngineStats(gemm_latest={("qkv", "skinny"): (1e-4, 1)})))
+    assert client.gemm_latest
+    client._bury(-9)
+    assert client.gemm_latest == {}
+
+
 async def test_an_engine_that_cannot_load_is_tried_again_with_longer_pauses(tmp_path: Path) -> None:
     (tmp_path / fake_engine.CRASH_AT_START).touch()
     async with running(tmp_path) as client:
@@ -205,6 +214,32 @@ async def test_an_engine_that_cannot_load_is_tried_again_with_longer_pauses(tmp_
         (tmp_path / fake_engine.CRASH_AT_START).unlink()
         await asyncio.wait_for(client.wait_ready(), 30)
         assert client.state is EngineState.READY
+
+
+async def test_an_engine_that_hangs_while_it_loads_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / fake_engine.HANG_IN_LOAD).touch()
+    # Long enough for a slow machine to start the next one in.
+    async with running(tmp_path, load_timeout_s=3.0) as client:
+        await until(lambda: client.restarts >= 1, 60)
+        (tmp_path / fake_engine.HANG_IN_LOAD).unlink()
+        await until(lambda: client.state is EngineState.READY, 60)
+        assert "it hangs and is killed" in caplog.text
+        # Idle, it may be silent for as long as it likes.
+        assert client._patience_s() == 0
+
+
+async def test_progress_in_loading_is_a_sign_of_life(tmp_path: Path) -> None:
+    (tmp_path / fake_engine.SLOW_LOAD).touch()
+    heard: list[float] = []
+    async with running(
+        tmp_path, load_timeout_s=60.0, on_loading=lambda _: heard.append(client._heard_s)
+    ) as client:
+        assert client._patience_s() == 60
+        await until(lambda: client.state is EngineState.READY, 60)
+        assert len(heard) == 5 and heard == sorted(set(heard))
+        assert client.restarts == 0
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from gpu_sysfs import fake_gpu
 
 from nybble.service.errors import ConfigError
 from nybble.service.memory import (
@@ -142,21 +143,13 @@ def test_mem_available_is_read_and_its_absence_named(tmp_path):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal: 10 kB\nMemFree: 1 kB\nMemAvailable:    7 kB\n")
     assert read_host_available(str(file)) == 7 * 1024
+    file.write_bytes(b"\xff\xfe: 10 kB\nMemAvailable:    8 kB\n")
+    assert read_host_available(str(file)) == 8 * 1024
     file.write_text("MemTotal: 10 kB\n")
     with pytest.raises(ConfigError, match="no MemAvailable"):
         read_host_available(str(file))
     with pytest.raises(ConfigError, match="not readable"):
         read_host_available(str(tmp_path / "absent"))
-
-
-def fake_gpu(sysfs: Path, address: str, card: str, *values: int) -> None:
-    device = sysfs / "bus/pci/devices" / address
-    device.mkdir(parents=True)
-    names = [f"mem_info_{pool}_{what}" for pool in ("gtt", "vram") for what in ("used", "total")]
-    for name, value in zip(names, values, strict=True):
-        (device / name).write_text(f"{value}\n")
-    (sysfs / "class/drm" / card).mkdir(parents=True)
-    (sysfs / "class/drm" / card / "device").symlink_to(device)
 
 
 def test_the_drivers_own_figures(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
+from pathlib import Path
 
 import pytest
 
 from nybble.service.engine.protocol import EngineConfig
 from nybble.service.errors import ConfigError
-from nybble.service.settings import Settings, load_settings
+from nybble.service.settings import Settings, ignored_variables, load_settings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def test_defaults_are_the_engines_own() -> None:
@@ -56,6 +60,26 @@ def test_a_bad_variable_is_named_with_what_is_accepted(
         load_settings({"model": "x"})
     message = caught.value.message
     assert message.startswith(f"{variable}={value!r}") and accepted in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("NYBBLE_API_KEY", "NYBBLE_API_KEY is no setting and is ignored; is NYBBLE_API_KEYS meant?"),
+        ("NYBBLE_XYZZY", "NYBBLE_XYZZY is no setting and is ignored"),
+    ],
+)
+def test_a_variable_that_is_ignored_is_told(name: str, says: str) -> None:
+    assert list(ignored_variables(["PATH", "NYBBLE_PORT", name])) == [says]
+
+
+def test_settings_and_what_deployments_add_are_no_mistakes() -> None:
+    settings = [f"NYBBLE_{name.upper()}" for name in Settings.model_fields]
+    unit = (DEPLOY / "quadlet/nybble.container").read_text()
+    deploy = re.findall(r"\bNYBBLE_[A-Z_]+", unit)
+    assert {"NYBBLE_ARCH", "NYBBLE_RENDER_GID"} <= set(deploy)
+    kubernetes = ["NYBBLE_SERVICE_HOST", "NYBBLE_SERVICE_PORT_HTTP", "NYBBLE_PORT_8000_TCP_ADDR"]
+    assert list(ignored_variables([*settings, *deploy, *kubernetes])) == []
 
 
 def test_a_bad_flag_is_named_as_a_flag() -> None:

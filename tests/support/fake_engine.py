@@ -43,11 +43,12 @@ MAX_RUNNING = 8
 CRASH_AFTER_3, ERROR_AFTER_3, SLOW, EOS_AFTER_5, HANG_AFTER_3, NO_MEMORY_AFTER_3, IN_PIECES = range(500, 507)
 
 # Files whose presence in the model folder changes how the engine starts.
-USER_ERROR, CRASH_AT_START, SLOW_LOAD, IGNORE_SHUTDOWN = (
+USER_ERROR, CRASH_AT_START, SLOW_LOAD, IGNORE_SHUTDOWN, HANG_IN_LOAD = (
     "fake-user-error",
     "fake-crash-at-start",
     "fake-slow-load",
     "fake-ignore-shutdown",
+    "fake-hang-in-load",
 )
 
 
@@ -193,6 +194,8 @@ def main(connection: Connection, config: EngineConfig) -> None:
     for done in range(0, 101, 25):
         connection.send(Loading("weights", done * 10_000, 1_000_000))
         time.sleep(0.3 if (folder / SLOW_LOAD).exists() else 0)
+        if done == 50 and (folder / HANG_IN_LOAD).exists():
+            time.sleep(600)
     connection.send(info(config))
     fake = Fake(connection)
     try:

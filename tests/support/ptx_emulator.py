@@ -55,8 +55,9 @@ class Memory:
         self.writable = np.zeros(GUARD_BYTES, bool)
 
     def put(self, array: np.ndarray, *, writable: bool = False) -> int:
-        """A copy of `array`; its address, a multiple of 256."""
-        return self._add(np.ascontiguousarray(array).view(np.uint8).reshape(-1), True, writable)
+        """A copy of `array`; its address, a multiple of 256. The last word of 4 bytes can be read whole, as everywhere."""
+        data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return self._add(np.pad(data, (0, -len(data) % 4)), True, writable)
 
     def room(self, nbytes: int) -> int:
         """Memory to write to, that holds nothing yet."""
@@ -74,7 +75,9 @@ class Memory:
         """Raises Fault where nothing was written."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if not self.readable[address : address + nbytes].all():
-            raise Fault(f"{(~self.readable[address : address + nbytes]).sum()} bytes of the result were never written")
+            raise Fault(
+                f"{(~self.readable[address : address + nbytes]).sum()} bytes of the result were never written"
+            )
         return self.bytes[address : address + nbytes].view(dtype).reshape(shape).copy()
 
     def load(self, wave: Wave, at: np.ndarray) -> np.ndarray:
@@ -106,7 +109,9 @@ class Shared:
     def load(self, wave: Wave, at: np.ndarray) -> np.ndarray:
         at = self._inside(at)
         if not self.ready[at].all():
-            raise Fault("reads shared memory that nothing was written to, or before the copy to it was waited for")
+            raise Fault(
+                "reads shared memory that nothing was written to, or before the copy to it was waited for"
+            )
         if ((self.wrote[at] == self.epoch) & (self.writer[at] != wave.index)).any():
             raise Fault("reads shared memory that another wave wrote, with no barrier between")
         others = (self.read[at] == self.epoch) & (self.reader[at] != wave.index)
@@ -271,7 +276,9 @@ class Kernel:
         if parts[0] == "ld" and parts[1] == "param":
             place = [name for _, name in self.parameters].index(operands[1].strip("[]"))
             dtype = _TYPES[parts[2]]
-            return lambda wave: wave.write(operands[0], np.full(LANES, wave.parameters[place] & _most(dtype), dtype))
+            return lambda wave: wave.write(
+                operands[0], np.full(LANES, wave.parameters[place] & _most(dtype), dtype)
+            )
         if parts[0] == "ret":
             return self._branch(None, None, False)
         maker = _MAKERS.get(parts[0])
@@ -395,7 +402,12 @@ _TWO: dict[str, Callable[[Any, Any], Any]] = {
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
 }
-_ONE: dict[str, Callable[[Any], Any]] = {"mov": lambda a: a, "neg": lambda a: -a, "not": lambda a: ~a, "cvta": lambda a: a}
+_ONE: dict[str, Callable[[Any], Any]] = {
+    "mov": lambda a: a,
+    "neg": lambda a: -a,
+    "not": lambda a: ~a,
+    "cvta": lambda a: a,
+}
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
     **{"gt": np.greater, "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater},
@@ -437,7 +449,9 @@ def _of_pairs(name: str, half: str, operands: list[str]) -> Step:
 def _unary(parts: list[str], operands: list[str]) -> Step:
     if operands[1].startswith("{"):  # two halves into one
         low, high = (_read(name, "u16") for name in _vector(operands[1]))
-        return lambda wave: wave.write(operands[0], low(wave).astype(np.uint32) | high(wave).astype(np.uint32) << 16)
+        return lambda wave: wave.write(
+            operands[0], low(wave).astype(np.uint32) | high(wave).astype(np.uint32) << 16
+        )
     if operands[0].startswith("{"):
         names, get = _vector(operands[0]), _read(operands[1], "u32")
 
@@ -675,6 +689,7 @@ def _matrix(parts: list[str], operands: list[str]) -> Step:
                 found += [(2 * i, halves[:, 0]), (2 * i + 1, halves[:, 1])]
         return found
 
+    @np.errstate(all="ignore")
     def step(wave: Wave) -> None:
         if not wave.mask.all():
             raise Fault("is executed by a part of the wave")

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def _is_random(config: dict[str, Any]) -> bool:
 def _format_of(folder: Path, config: dict[str, Any]) -> Format:
     quantization, where = quantization_of(folder, config)
     if not quantization:
-        packed = next((n for n in TensorFiles.names_in(folder) if n.endswith(PACKED)), None)
+        packed = _quantised_tensor(folder)
         if packed is not None:
             raise CheckpointError(
                 f"{folder}: tensor {packed} is quantised, but nothing says how; fetch the file with the settings too "
@@ -201,6 +201,13 @@ def _format_of(folder: Path, config: dict[str, Any]) -> Format:
         raise refused(where, "quant_method", method, ", ".join(FORMATS))
     with well_formed(where):
         return FORMATS[method](quantization, where)
+
+
+def _quantised_tensor(folder: Path) -> str | None:
+    """The name of a tensor that a quantiser made, None where there is none or the weights cannot be opened either."""
+    with suppress(CheckpointError):
+        return next((name for name in TensorFiles.names_in(folder) if name.endswith(PACKED)), None)
+    return None
 
 
 def quantization_of(folder: Path, config: dict[str, Any]) -> tuple[Any, str]:

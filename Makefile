@@ -34,7 +34,7 @@ RAY := "ray[serve]==2.60.0"
 
 LM_EVAL := "lm-eval[api]==0.4.13"
 
-.PHONY: serve observe test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy test-ray audit test-mutations test-rdna test-packages test-wheel venv lint format clean
+.PHONY: serve observe test test-slow test-checkpoints test-fuzz test-soak test-lm-eval test-gpu test-deploy test-image test-ray audit test-mutations test-rdna test-packages test-wheel venv lint format clean
 
 serve:
 	@$(READY)
@@ -47,11 +47,11 @@ observe:
 
 test:
 	@$(READY) test
-	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval and not deploy and not ray" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not fuzz and not soak and not lm_eval and not deploy and not image and not ray" $(PYTEST_ARGS)
 
 test-slow:
 	@$(READY) test
-	$(PYTEST) -m "slow and not deploy and not ray" --ignore=tests/test_wheel.py $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not deploy and not image and not ray" --ignore=tests/test_wheel.py $(PYTEST_ARGS)
 
 test-checkpoints:
 	@$(READY) test
@@ -84,6 +84,11 @@ test-gpu:
 test-deploy: build/quadlet/quadlet
 	@$(READY) test dev
 	$(PYTEST) -m deploy tests/deploy $(PYTEST_ARGS)
+
+# NYBBLE_IMAGE_ARCH=gfx1151 builds that image, with a torch that this machine has.
+test-image:
+	@$(READY) test dev
+	$(PYTEST) -m image -o faulthandler_timeout=900 tests/deploy $(PYTEST_ARGS)
 
 # Where it cannot be had, the tests that run it say so and are left out.
 build/quadlet/quadlet: .ci/quadlet.sh
@@ -137,7 +142,8 @@ lint:
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/mypy --strict .ci/venv.py .ci/report.py
+	.venv/bin/mypy --strict .ci/venv.py .ci/report.py deploy/healthcheck.py
+	.venv/bin/hadolint deploy/Dockerfile
 	MYPYPATH=deploy/observe:.typing .venv/bin/mypy --strict deploy/grafana/build.py deploy/observe
 	MYPYPATH=deploy/ray:.typing .venv/bin/mypy --strict deploy/ray/nybble_ray/gateway.py
 	$(if $(CSRC),.venv/bin/clang-format --dry-run --Werror $(CSRC))

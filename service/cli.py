@@ -5,6 +5,7 @@ Modules are imported by the command that needs them: the engine process imports 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -126,8 +127,9 @@ def find_model(model: str) -> str:
     Finding may convert weights, which needs torch; this process must stay without it.
     """
     path = Path(model)
-    if path.is_dir() and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
-        return model
+    with contextlib.suppress(OSError):  # of a name or a folder that cannot be looked at; `resolve` says why
+        if path.is_dir() and ((path / "config.json").is_file() or not any(path.glob("*.gguf"))):
+            return model
     command = [sys.executable, "-P", "-m", "nybble.service", "resolve", model]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = found.stdout.split("\n")

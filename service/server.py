@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2
 DRAIN_LOOK_S = 0.05
 BACKLOG = 2048
+# How long a connection may wait for its next request: longer than clients and load balancers keep theirs (5 to 60 s), or
+# they would send it at the moment in which it is closed here.
+KEEP_ALIVE_S = 75
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENGINE_EXIT_S = 10.0
 PROGRESS_EVERY_S = 2.0
@@ -131,17 +134,31 @@ def run(
         runner.run(_serve(settings, folder, sockets, engine_main))
 
 
-async def _serve(settings: Settings, folder: str, sockets: list[socket.socket], engine_main: str) -> None:
-    failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    client = EngineClient(
+def engine_client(
+    settings: Settings,
+    folder: str,
+    engine_main: str = ENGINE_MAIN,
+    *,
+    on_loading: Callable[[Loading], None] | None = None,
+    on_fatal: Callable[[str], None] | None = None,
+) -> EngineClient:
+    """The client of an engine that does what the settings say, not yet started."""
+    return EngineClient(
         settings.engine_config(folder),
         engine_main,
         max_queue=settings.max_queue,
         step_timeout_s=settings.step_timeout_s,
         load_timeout_s=settings.load_timeout_s,
         log=settings.log_config(),
-        on_loading=LoadingProgress().show,
-        on_fatal=failure.set_result,
+        on_loading=on_loading,
+        on_fatal=on_fatal,
+    )
+
+
+async def _serve(settings: Settings, folder: str, sockets: list[socket.socket], engine_main: str) -> None:
+    failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    client = engine_client(
+        settings, folder, engine_main, on_loading=LoadingProgress().show, on_fatal=failure.set_result
     )
     engine_exit_s = ENGINE_EXIT_S
     if not settings.key_digests() and settings.host not in LOOPBACK:
@@ -171,6 +188,7 @@ def _uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         ssl_certfile=settings.tls_certfile or None,
         ssl_keyfile=settings.tls_keyfile or None,
         timeout_graceful_shutdown=GRACE_S,

@@ -40,6 +40,13 @@ GATEWAY, GATEWAY_TESTS = "deploy/ray/nybble_ray/gateway.py", "tests/deploy/test_
 
 FAULTS = (
     Fault(
+        "the engine takes longer to end than whatever stops a container waits",
+        "service/server.py",
+        "ENGINE_EXIT_S = 10.0",
+        "ENGINE_EXIT_S = 20.0",
+        "tests/deploy/test_stopping.py",
+    ),
+    Fault(
         "a stream that has begun is begun again",
         GATEWAY,
         "if begun:\n",
@@ -416,6 +423,27 @@ FAULTS = (
         "            self._version = other\n",
         "            pass\n",
         "tests/checkpoints/test_formats.py -k 'as_they_are_stored'",
+    ),
+    Fault(
+        "a block of memory is handed out while a tensor lies in it",
+        "kernels/host_memory.py",
+        "if sys.getrefcount(self._blocks[i]) == self._unused",
+        "if True",
+        "tests/kernels/test_host_memory.py",
+    ),
+    Fault(
+        "two GGUF tensors may lie in one place",
+        "service/checkpoints/gguf.py",
+        "if int(t.data_offset) < end:",
+        "if False:",
+        "tests/checkpoints/test_gguf.py -k 'one_place or claims'",
+    ),
+    Fault(
+        "quantize writes what serve refuses",
+        "service/checkpoints/quantize.py",
+        "        _refuse_unservable(source, src)\n",
+        "",
+        "tests/checkpoints/test_quantize.py -k 'serve_would_refuse or fit_the_weights'",
     ),
     Fault(
         "gaps between tensors let through",

@@ -338,7 +338,28 @@ class SamplingFields(_Strict):
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class CompletionRequest(SamplingFields):
+class OtherServersFields(_Strict):
+    """Of vLLM and SGLang, whose routers and clients send them: with the values that are true here anyway."""
+
+    allowed_token_ids: Annotated[Any, Unsupported()] = None
+    bad_words: Annotated[Any, Unsupported([])] = None
+    detokenize: Annotated[Any, Unsupported(True)] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
+    length_penalty: Annotated[Any, Unsupported(1.0, 1)] = None
+    logits_processors: Annotated[Any, Unsupported([])] = None
+    min_tokens: Annotated[Any, Unsupported(0)] = None
+    no_stop_trim: Annotated[Any, Unsupported(False)] = None
+    prompt_logprobs: Annotated[Any, Unsupported()] = None
+    return_hidden_states: Annotated[Any, Unsupported(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
+    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
+    structured_outputs: Annotated[Any, Unsupported()] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported()] = None
+    use_beam_search: Annotated[Any, Unsupported(False)] = None
+
+
+class CompletionRequest(SamplingFields, OtherServersFields):
     prompt: Prompts
     max_tokens: int | None = Field(
         None,
@@ -379,7 +400,7 @@ class FormatFields(_Strict):
     response_format: Annotated[Any, Unsupported({"type": "text"})] = None
 
 
-class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
+class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields, OtherServersFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens.")
     max_completion_tokens: MaxTokens | None = Field(
@@ -390,7 +411,12 @@ class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=64, description="More variables for the model's chat template."
     )
+    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
+    add_special_tokens: Annotated[Any, Unsupported(False)] = None
     audio: Annotated[Any, Unsupported()] = None
+    continue_final_message: Annotated[Any, Unsupported(False)] = None
+    echo: Annotated[Any, Unsupported(False)] = None
+    include_reasoning: Annotated[Any, Unsupported(True, False)] = None
     metadata: Annotated[Any, Unsupported({})] = None
     moderation: Annotated[Any, Unsupported()] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
@@ -398,8 +424,10 @@ class ChatCompletionRequest(SamplingFields, ToolFields, FormatFields):
     prompt_cache_options: Annotated[Any, Unsupported({})] = None
     prompt_cache_retention: Annotated[Any, Unsupported()] = None
     reasoning_effort: Annotated[Any, Unsupported()] = None
+    separate_reasoning: Annotated[Any, Unsupported(True, False)] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     store: Annotated[Any, Unsupported(False)] = None
+    stream_reasoning: Annotated[Any, Unsupported(True, False)] = None
     verbosity: Annotated[Any, Unsupported()] = None
     web_search_options: Annotated[Any, Unsupported()] = None
 

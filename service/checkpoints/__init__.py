@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,8 @@ def resolve(model: str, progress: bool = True) -> Path:
     try:
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
+    except PermissionError as error:
+        raise _closed(path) from error
     except (OSError, ValueError, RuntimeError) as error:  # too long, or ~ of nobody
         raise CheckpointError(
             f"{model!r:.100}: no name that a folder could have ({error!s:.100}); accepted a folder, a GGUF file, a hub id such "
@@ -100,9 +103,19 @@ def resolve(model: str, progress: bool = True) -> Path:
     return _fetch(repo, revision or None)
 
 
+def _closed(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: user {os.geteuid()}, as whom this runs, may not read it; it and the folders that it is in have to be open to "
+        f"that user (chmod -R a+rX {path})"
+    )
+
+
 def _folder(path: Path, progress: bool) -> Path:
-    if (path / "config.json").is_file():
-        return path
+    try:
+        if (path / "config.json").is_file():
+            return path
+    except PermissionError as error:
+        raise _closed(path) from error
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _converted(ggufs[0], progress)
@@ -116,8 +129,11 @@ def _folder(path: Path, progress: bool) -> Path:
 
 def _converted(path: Path, progress: bool) -> Path:
     """The W4A16 folder of a GGUF file, made in the user's cache on first use and found there later."""
-    with path.open("rb") as file:
-        magic = file.read(len(GGUF_MAGIC))
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(GGUF_MAGIC))
+    except PermissionError as error:
+        raise _closed(path) from error
     if magic != GGUF_MAGIC:
         raise CheckpointError(
             f"{path}: a file that is no GGUF file; accepted a GGUF file, or a folder as Hugging Face models are laid out"

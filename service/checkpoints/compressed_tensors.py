@@ -9,10 +9,10 @@ Format: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
+import regex
 import torch
 
 from nybble.kernels.packing import W4A16Weight
@@ -35,6 +35,7 @@ from nybble.service.checkpoints.base import (
     whole,
 )
 from nybble.service.checkpoints.gptq import fields_of
+from nybble.service.checkpoints.patterns import compiled, matches
 from nybble.service.errors import CheckpointError
 from nybble.service.json_files import FETCH_AGAIN
 
@@ -78,9 +79,10 @@ class CompressedTensors(Format):
             )
             for name in groups
         ]
+        self._patterns: dict[str, regex.Pattern[str]] = {}
         for pattern in (*self._ignore, *(target for group in self._groups for target in group.targets)):
             if pattern.startswith(REGEX):
-                _check_pattern(pattern, where)
+                self._patterns[pattern] = compiled(pattern.removeprefix(REGEX), where)
 
     def read(self, checkpoint: Checkpoint, module: str, n: int, k: int) -> W4A16Weight | torch.Tensor:
         scheme = self._scheme_of(module)
@@ -103,13 +105,13 @@ class CompressedTensors(Format):
         return dequantised(checkpoint, module, codes, scales, middle if zeros is None else zeros, order, g)
 
     def _scheme_of(self, module: str) -> Scheme:
-        if any(_covers(pattern, module) for pattern in self._ignore):
+        if any(self._covers(pattern, module) for pattern in self._ignore):
             raise CheckpointError(
                 f"{self._where}: module {module} is listed in `ignore`, but its tensors are quantised; "
                 "weights and config.json do not belong together"
             )
         # An exact name beats a pattern, a pattern a part of the name, that the class; within one kind the first wins.
-        for fits in (_is_name, _is_match, _is_part, _is_class):
+        for fits in (_is_name, self._is_match, _is_part, _is_class):
             for group in self._groups:
                 if any(fits(target, module) for target in group.targets):
                     return group.scheme
@@ -118,13 +120,16 @@ class CompressedTensors(Format):
             f"({', '.join(t for group in self._groups for t in group.targets)}) covers it"
         )
 
+    def _is_match(self, target: str, module: str) -> bool:
+        return target in self._patterns and matches(self._patterns[target], module, self._where)
+
+    def _covers(self, pattern: str, module: str) -> bool:
+        """An `ignore` entry: a name, a part of one, or `re:` and a pattern; decided per module as the file names it."""
+        return any(fits(pattern, module) for fits in (_is_name, self._is_match, _is_part))
+
 
 def _is_name(target: str, module: str) -> bool:
     return target == module
-
-
-def _is_match(target: str, module: str) -> bool:
-    return target.startswith(REGEX) and re.match(target.removeprefix(REGEX), module) is not None
 
 
 def _is_part(target: str, module: str) -> bool:
@@ -134,20 +139,6 @@ def _is_part(target: str, module: str) -> bool:
 
 def _is_class(target: str, module: str) -> bool:
     return target == CLASS
-
-
-def _check_pattern(pattern: str, where: str) -> None:
-    try:
-        re.compile(pattern.removeprefix(REGEX))
-    except re.error as error:
-        raise CheckpointError(
-            f"{where}: given the pattern {pattern!r}, accepted a regular expression ({error})"
-        ) from error
-
-
-def _covers(pattern: str, module: str) -> bool:
-    """An `ignore` entry: a name, a part of one, or `re:` and a pattern; decided per module as the file names it."""
-    return any(fits(pattern, module) for fits in (_is_name, _is_match, _is_part))
 
 
 def _group(group: dict[str, Any], where: str, default_format: str | None) -> Group:

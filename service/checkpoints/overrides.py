@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nybble.service.checkpoints.base import Scheme, flag, refused, settings, whole
-from nybble.service.errors import CheckpointError
+from nybble.service.checkpoints.patterns import compiled, matches
 
 SKIP, ADD = "-:", "+:"
 SIXTEEN = 16
@@ -31,15 +30,18 @@ class Overrides:
             for rows in (settings(quantization, source, where),)
             for pattern in rows
         ]
-        self._compiled = [self._compile(pattern, label) for label, pattern, _ in self._rows]
+        self._compiled = [
+            compiled(pattern.removeprefix(SKIP).removeprefix(ADD), f"{where}: {label}")
+            for label, pattern, _ in self._rows
+        ]
         for label, pattern, fields in self._rows:
             if not pattern.startswith(SKIP):
                 self._changed(label, fields)
 
     def of(self, module: str, accepted_bits: Sequence[int]) -> Scheme:
         """Raises CheckpointError, naming the module, for bits that are not accepted."""
-        for (label, pattern, fields), compiled in zip(self._rows, self._compiled, strict=True):
-            if pattern == module or (compiled is not None and compiled.match(module)):
+        for (label, pattern, fields), found in zip(self._rows, self._compiled, strict=True):
+            if pattern == module or matches(found, module, f"{self._where}: {label}"):
                 # A skipped module with quantised tensors: what the tensors are is what the common settings say.
                 scheme = self._scheme if pattern.startswith(SKIP) else self._changed(label, fields)
                 break
@@ -64,11 +66,3 @@ class Overrides:
             symmetric=flag(fields, "sym", where, s.symmetric),
             act_order=flag(fields, "desc_act", where, s.act_order),
         )
-
-    def _compile(self, pattern: str, label: str) -> re.Pattern[str] | None:
-        try:
-            return re.compile(pattern.removeprefix(SKIP).removeprefix(ADD))
-        except re.error as error:
-            raise CheckpointError(
-                f"{self._where}: {label}: given the pattern {pattern!r}, accepted a regular expression ({error})"
-            ) from error

@@ -68,7 +68,8 @@ class SafetensorsFile:
         self.metadata: dict[str, str] = {}
         self.fingerprint = ""
         try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            # Without O_NONBLOCK a pipe in place of the file would be waited for.
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise CheckpointError(
                 f"{path}: this file is missing, but the folder's index names it; fetch the missing file"

@@ -239,7 +239,10 @@ def head_quantizer(
     from nybble.service.checkpoints.quantize import quantize_tensor
 
     importance = checkpoint.head_importance(model.hidden_size)
-    return partial(quantize_tensor, group_size=HEAD_GROUP_SIZE, symmetric=False, importance=importance)
+    # Not thoroughly: it only screens, and would take longer than reading the whole model.
+    return partial(
+        quantize_tensor, group_size=HEAD_GROUP_SIZE, symmetric=False, importance=importance, thorough=False
+    )
 
 
 def _refuse_unread(checkpoint: Checkpoint, model: DecoderConfig) -> None:

@@ -29,6 +29,8 @@ INVALID, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unkno
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({}, "prompt", "missing_parameter"),
     ({"prompt": "x", "banana": 1}, "banana", UNKNOWN),
+    ({"prompt": "x", "min_tokens": 5}, "min_tokens", UNSUPPORTED),
+    ({"prompt": "x", "skip_special_tokens": False}, "skip_special_tokens", UNSUPPORTED),
     ({"prompt": "x", "": 1}, "", UNKNOWN),
     ({"prompt": None}, "prompt", INVALID),
     ({"prompt": ""}, "prompt", INVALID),
@@ -202,8 +204,24 @@ def test_a_bad_body(
     assert http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
+# As vLLM's and SGLang's routers fill them in.
+ROUTERS = {
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "skip_special_tokens": True,
+    "min_tokens": 0,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "include_stop_str_in_output": False,
+}
 NEUTRAL = {
-    CHAT: {
+    CHAT: ROUTERS
+    | {
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "include_reasoning": True,
         "tools": [],
         "tool_choice": "auto",
         "functions": None,
@@ -216,7 +234,8 @@ NEUTRAL = {
         "audio": None,
         "stream_options": None,
     },
-    COMPLETIONS: {"best_of": 1, "suffix": "", "top_k": -1, "logit_bias": {}, "stop": [], "priority": 0},
+    COMPLETIONS: ROUTERS
+    | {"best_of": 1, "suffix": "", "top_k": -1, "logit_bias": {}, "stop": [], "priority": 0},
 }
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nybble.service.checkpoints import open_checkpoint, resolve
 from nybble.service.errors import CheckpointError
+from nybble.service.models import read_config
 
 DATA = Path(__file__).parents[1] / "data" / "llama-ct-g32"
 
@@ -282,6 +283,26 @@ class TestResolve:
             resolve(name)
         assert len(str(error.value)) < 500
 
+    @pytest.mark.parametrize("name", ["above/model", "above", "above/model/m.gguf", "m.gguf"])
+    def test_what_this_user_may_not_read(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a folder of a home is to the user of the container that it is mounted into."""
+        (tmp_path / "above/model").mkdir(parents=True)
+        (tmp_path / "m.gguf").touch()
+        for closed in ("above", "m.gguf"):
+            (tmp_path / closed).chmod(0)
+        # Folders of pytest are for their owner alone: by its whole name root's could not be looked for.
+        monkeypatch.chdir(tmp_path)
+        me = os.geteuid()
+        os.seteuid(me or 10001)
+        try:
+            with pytest.raises(CheckpointError, match=rf"{name}: user {me or 10001}, .*chmod -R a\+rX"):
+                resolve(name)
+        finally:
+            os.seteuid(me)
+            (tmp_path / "above").chmod(0o700)
+
     def test_hub_that_cannot_be_reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline(*args: object, **kwargs: object) -> str:
             raise LocalEntryNotFoundError(
@@ -352,3 +373,13 @@ def test_quantised_weights_whose_settings_are_missing(write: Any, leaf: str) -> 
         CheckpointError, match=f"{leaf} is quantised, but nothing says how; .*quantize_config.json"
     ):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(DATA, tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: .*(something else than a file|no file, but a pipe)"):
+        with open_checkpoint(folder) as checkpoint:
+            read_config(checkpoint.config, folder)

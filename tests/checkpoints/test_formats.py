@@ -774,3 +774,30 @@ def test_an_actorder_that_is_not_known_is_named(write, given: Any) -> None:
         CheckpointError, match=r"group_0: weights.actorder: given .*, accepted group or dynamic"
     ):
         open_checkpoint(write(quantization, {"x": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("method", ["ignore", "targets", "dynamic"])
+def test_a_pattern_that_takes_forever_is_named(write, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """`re` would not come back within the age of the universe, and could not be stopped."""
+    monkeypatch.setattr("nybble.service.checkpoints.patterns.LIMIT_S", 0.05)
+    endless, module = r"(?:.|..)+[!?]$", "model.layers.0.self_attn.q_proj_with_a_longer_name"
+    weights = {"num_bits": 4, "group_size": 32, "strategy": "group"}
+    group = {"targets": ["re:" + endless] if method == "targets" else ["Linear"], "weights": weights}
+    quantization: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["re:" + endless] if method == "ignore" else [],
+    }
+    tensors = {f"{module}.weight_packed": torch.ones(8, 8, dtype=torch.int32)}
+    if method == "dynamic":
+        quantization = {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "dynamic": {endless: {"bits": 8}},
+        }
+        tensors = {f"{module}.qweight": torch.ones(8, 8, dtype=torch.int32)}
+    with open_checkpoint(write(quantization, tensors)) as checkpoint:
+        with pytest.raises(CheckpointError, match="takes over 0.05 s on module model.layers.0.*correct it"):
+            checkpoint.linear(module, 8, 64)

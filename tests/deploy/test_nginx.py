@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from under_load import (
     under_load,
     until,
 )
+from waiting import free_port, wait_until
+
+from nybble.service.server import KEEP_ALIVE_S
 
 NGINX = Path(__file__).parents[2] / "deploy" / "nginx"
 PROGRAM = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -43,19 +46,6 @@ pytestmark = [
     pytest.mark.deploy,
     pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed"),
 ]
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -83,7 +73,7 @@ def run_nginx(folder: Path, hosts: list[str]) -> Iterator[str]:
                 return httpx.get(f"{url}/metrics").status_code == 404
             return False
 
-        wait(answers, "nginx did not listen")
+        wait_until("nginx listens", answers)
         yield url
     finally:
         process.terminate()
@@ -131,6 +121,21 @@ def complete(url: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body(SHORT) | fields, timeout=LIMIT_S)
 
 
+def test_a_worker_may_open_as_many_files_as_it_has_connections() -> None:
+    """And as many again for bodies on disk. At 1024, the usual limit, 500 streams would be all."""
+    text = (NGINX / "nginx.conf").read_text()
+    (connections,) = re.findall(r"^    worker_connections (\d+);$", text, re.MULTILINE)
+    (files,) = re.findall(r"^worker_rlimit_nofile (\d+);$", text, re.MULTILINE)
+    assert int(files) >= 2 * int(connections)
+
+
+def test_idle_connections_are_closed_by_nginx_and_not_by_the_host() -> None:
+    text = (NGINX / "nginx.conf").read_text()
+    (seconds,) = re.findall(r"keepalive_timeout (\d+)s;$", text, re.MULTILINE)
+    assert int(seconds) < KEEP_ALIVE_S
+    assert f"the {KEEP_ALIVE_S} s after which the service closes" in text
+
+
 def test_the_first_event_comes_while_the_rest_is_made(site: Site) -> None:
     with streaming(site.url, 1, SHORT) as (events,):
         assert sum(site.running()) == 1
@@ -150,15 +155,15 @@ def test_a_client_that_leaves_is_aborted(site: Site, stream: bool) -> None:
     with socket.create_connection((host, int(port))) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        wait(lambda: sum(site.running()) == 1, "the request did not arrive")
-    wait(lambda: aborted() == before + 1, "the request was not aborted")
+        wait_until("the request has arrived", lambda: sum(site.running()) == 1)
+    wait_until("the request is aborted", lambda: aborted() == before + 1)
     assert sum(site.running()) == 0
 
 
 def test_the_host_with_the_fewest_connections_is_next(site: Site) -> None:
     with streaming(site.url, 6):
         assert site.running() == [3, 3]
-    wait(lambda: sum(site.running()) == 0, "the requests were not aborted")
+    wait_until("the requests are aborted", lambda: sum(site.running()) == 0)
 
 
 def test_what_the_service_refuses_keeps_its_words(site: Site) -> None:
@@ -186,7 +191,7 @@ def test_while_no_host_has_an_engine_their_words_are_the_answer(tmp_path: Path) 
         assert answer.json()["error"]["code"] in ("loading", "engine_down")
         assert int(answer.headers["retry-after"]) > 0
         (tmp_path / "tiny" / CRASH_AT_START).unlink()
-        wait(lambda: complete(site.url, max_tokens=1).status_code == 200, "no host came back")
+        wait_until("a host is back", lambda: complete(site.url, max_tokens=1).status_code == 200)
 
 
 # --- hosts that go away under load ---

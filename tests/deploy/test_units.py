@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nybble.service.client import GONE_S
 from nybble.service.doctor.report import CPU_PROFILE
-from nybble.service.server import ENGINE_EXIT_S, GRACE_S
-from nybble.service.settings import Settings
 
 pytestmark = pytest.mark.deploy
 
@@ -84,11 +81,6 @@ def section(text: str, name: str) -> str:
     return re.split(r"^\[.*\]$", text.split(f"[{name}]\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def seconds_to_stop() -> float:
-    """The longest time from SIGTERM to the end, with the settings' defaults."""
-    return float(Settings.model_fields["shutdown_timeout_s"].default) + GRACE_S + ENGINE_EXIT_S + GONE_S
-
-
 @pytest.fixture(scope="module")
 def analyze() -> str:
     found = shutil.which("systemd-analyze")
@@ -142,15 +134,6 @@ def test_the_unit_is_as_closed_as_it_can_be(analyze: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout
     assert re.search(r"Overall exposure level for nybble.service: \d", done.stdout)
-
-
-def test_nothing_is_killed_while_it_drains() -> None:
-    (unit_s,) = values(SERVICE.read_text(), "TimeoutStopSec")
-    assert int(unit_s) >= seconds_to_stop()
-    text = CONTAINER.read_text()
-    (podman_s,) = re.findall(r"--stop-timeout=(\d+)", text)
-    assert int(podman_s) >= seconds_to_stop()
-    assert int(values(text, "TimeoutStopSec")[0]) >= int(podman_s) + 10
 
 
 def test_the_unit_writes_where_it_may() -> None:

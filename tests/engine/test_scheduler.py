@@ -373,4 +373,5 @@ def test_whatever_comes_is_accounted_for_and_ends(seed):
         if turn >= 400 and not live:
             break
     assert not live and started == ended and s.pool.free == blocks
+    assert not s._computing, "nobody waits for what nobody computes"
     assert s.preemptions > 0

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from nybble.kernels import host_memory
-from nybble.kernels.host_memory import HUGE_BYTES, empty, empty_bytes, kept_blocks
+from nybble.kernels.host_memory import LARGE_BYTES, empty, empty_bytes, kept_blocks
 from nybble.kernels.threads import single_steps, spread
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 3])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 3])
 def test_every_size_can_be_written(nbytes):
     data = empty_bytes(nbytes).fill_(7)
     assert data.numel() == nbytes
@@ -24,27 +24,27 @@ def test_shape_and_type():
 
 def test_a_block_is_handed_out_again_only_when_its_tensors_are_gone():
     with kept_blocks():
-        first = empty_bytes(HUGE_BYTES)
+        first = empty_bytes(LARGE_BYTES)
         address, view = first.data_ptr(), first.view(torch.int32)[5:]
         del first
-        second = empty_bytes(HUGE_BYTES)
+        second = empty_bytes(LARGE_BYTES)
         assert second.data_ptr() != address, "a view of the first still lies there"
         del view
-        assert empty_bytes(HUGE_BYTES).data_ptr() == address
-        assert empty_bytes(2 * HUGE_BYTES).data_ptr() not in (address, second.data_ptr())
+        assert empty_bytes(LARGE_BYTES).data_ptr() == address
+        assert empty_bytes(2 * LARGE_BYTES).data_ptr() not in (address, second.data_ptr())
 
 
 def test_what_waits_is_bounded(monkeypatch):
-    monkeypatch.setattr(host_memory, "IDLE_BYTES", 3 * HUGE_BYTES)
+    monkeypatch.setattr(host_memory, "IDLE_BYTES", 3 * LARGE_BYTES)
     with kept_blocks():
         for extra in range(8):
-            empty_bytes(HUGE_BYTES + extra)
-        assert sum(map(len, host_memory._kept[-1]._blocks)) <= 5 * HUGE_BYTES
+            empty_bytes(LARGE_BYTES + extra)
+        assert sum(map(len, host_memory._kept[-1]._blocks)) <= 5 * LARGE_BYTES
 
 
 def test_tensors_outlive_the_end_of_keeping():
     with kept_blocks():
-        kept = empty_bytes(HUGE_BYTES).fill_(3)
+        kept = empty_bytes(LARGE_BYTES).fill_(3)
     assert not host_memory._kept
     assert bool((kept == 3).all())
 

@@ -61,10 +61,12 @@ def test_wrong_usage_is_exit_code_2(
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_model_that_does_not_exist_is_exit_code_1() -> None:
-    done = nybble("serve", "/no/such/folder")
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/" + "b" * 5000], ids=["missing", "too long"])
+def test_a_model_that_does_not_exist_is_exit_code_1(name: str) -> None:
+    done = nybble("serve", name)
     assert done.returncode == 1
-    assert done.stderr.startswith("nybble: /no/such/folder") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("nybble: ") and len(done.stderr.splitlines()) == 1
+    assert name[:50] in done.stderr
 
 
 def test_a_misspelt_variable_is_told_at_the_start() -> None:

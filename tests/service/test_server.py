@@ -23,7 +23,7 @@ from fake_engine import CRASH_AFTER_3, SLOW
 from http_fixtures import ServerProcess, alive, run_server
 
 from nybble.service.engine.protocol import Loading
-from nybble.service.server import LoadingProgress, listen
+from nybble.service.server import LoadingProgress, _uvicorn_config, engine_client, listen
 from nybble.service.settings import Settings
 
 
@@ -336,6 +336,15 @@ def test_the_engine_ends_when_the_server_is_killed(folder: Path, tmp_path: Path)
 # --- starting ---
 
 
+def test_the_engine_client_does_what_the_settings_say() -> None:
+    """That of a server, and that of a replica under Ray."""
+    settings = Settings(model="m", max_queue=11, step_timeout_s=12, load_timeout_s=13, log_format="json")
+    client = engine_client(settings, "folder")
+    assert client.config == settings.engine_config("folder")
+    assert (client.max_queue, client._step_timeout_s, client._load_timeout_s) == (11, 12, 13)
+    assert client._log == settings.log_config()
+
+
 def test_it_answers_while_the_model_loads(folder: Path, tmp_path: Path) -> None:
     (folder / fake_engine.SLOW_LOAD).touch()
     with run_server(folder, tmp_path / "log") as server:
@@ -397,6 +406,11 @@ def test_a_host_that_cannot_be_ends_with_one_sentence(folder: Path, tmp_path: Pa
     assert code == 1
     assert log.splitlines()[-1].startswith("nybble: cannot listen on a..b:0: ")
     assert "Traceback" not in log
+
+
+def test_connections_are_kept_for_longer_than_clients_and_load_balancers_keep_theirs() -> None:
+    """Or they would send a request at the moment in which its connection is closed."""
+    assert _uvicorn_config(None, Settings(model="x")).timeout_keep_alive > 60
 
 
 def test_torch_is_never_imported(model_folder: Path) -> None:

@@ -231,13 +231,13 @@ async def test_minutes_of_mixed_load(tmp_path: Path) -> None:
         soak = Soak(server, random.Random(1))
         samples: list[tuple[float, ...]] = []
         started_s = time.monotonic()
-        watching = asyncio.create_task(watch(server, pids, samples))
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(CONNECTIONS):
-                workers.create_task(soak.work(started_s + SOAK_S))
-        assert not watching.done() or watching.result()
-        watching.cancel()
-        print(f"{dict(soak.done)}, {soak.near_ties} near ties")
+        async with asyncio.TaskGroup() as everything:
+            watching = everything.create_task(watch(server, pids, samples))
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(CONNECTIONS):
+                    workers.create_task(soak.work(started_s + SOAK_S))
+            watching.cancel()
+        print(f"{len(samples)} scrapes, {dict(soak.done)}, {soak.near_ties} near ties")
 
         deadline_s = time.monotonic() + 20
         while True:
@@ -246,6 +246,8 @@ async def test_minutes_of_mixed_load(tmp_path: Path) -> None:
                 break
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.1)
+        ended = {name: value for name, value in metrics.items() if name.startswith("nybble_requests_total{")}
+        print(f"KV usage {metrics['nybble_kv_cache_usage_ratio']:g}, {ended}")
         assert metrics["nybble_kv_cache_usage_ratio"] == 0 and accounted(metrics)
         assert metrics['nybble_requests_total{finish_reason="error"}'] == 0
         assert metrics['nybble_requests_total{finish_reason="abort"}'] > 0
@@ -254,6 +256,7 @@ async def test_minutes_of_mixed_load(tmp_path: Path) -> None:
         for _ in range(100):
             left = [open_files(pid) for pid in pids]
             if all(now <= before for now, before in zip(left, files, strict=True)):
+                print(f"open files before {files}, after {left}")
                 break
             await asyncio.sleep(0.1)
         else:

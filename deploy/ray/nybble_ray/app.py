@@ -19,9 +19,9 @@ from nybble.service.api.middleware import REQUEST_ID
 from nybble.service.api.sse import EventStream
 from nybble.service.app import build_app
 from nybble.service.cli import find_model
-from nybble.service.client import ENGINE_MAIN, EngineClient, EngineState
+from nybble.service.client import ENGINE_MAIN, EngineState
 from nybble.service.logs import configure_logging
-from nybble.service.settings import Settings, load_settings
+from nybble.service.settings import load_settings
 from nybble.service.text import TextCodec
 from nybble_ray import known
 from nybble_ray.gateway import build_gateway
@@ -81,7 +81,8 @@ class Replica:
         parsed = load_settings(settings)
         configure_logging(parsed.log_config())
         folder = await asyncio.to_thread(find_model, parsed.model)
-        self._client = _client(parsed, folder, engine_main)
+        on_loading = server.LoadingProgress(bar=False).show
+        self._client = server.engine_client(parsed, folder, engine_main, on_loading=on_loading)
         await self._client.start()
         self._app: ASGIApp = build_app(parsed, self._client, await asyncio.to_thread(TextCodec.load, folder))
         await self._client.wait_ready()
@@ -136,17 +137,6 @@ class Gateway:
                 yield part
         finally:
             parts.cancel()
-
-
-def _client(settings: Settings, folder: str, engine_main: str) -> EngineClient:
-    return EngineClient(
-        settings.engine_config(folder),
-        engine_main,
-        max_queue=settings.max_queue,
-        step_timeout_s=settings.step_timeout_s,
-        log=settings.log_config(),
-        on_loading=server.LoadingProgress(bar=False).show,
-    )
 
 
 class Exchange:

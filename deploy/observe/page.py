@@ -112,11 +112,17 @@ def _save(figure: Figure, path: Path) -> None:
     whole = io.BytesIO()
     figure.savefig(whole, format="png", facecolor=PAGE)
     image = Image.open(whole).convert("RGB")
-    kept = [part for color in KEPT for part in ImageColor.getrgb(color)]
-    usual = image.quantize(256 - len(kept) // 3).getpalette() or []
+    kept = [ImageColor.getrgb(color) for color in KEPT]
+    flat = image.quantize(256 - len(kept)).getpalette() or []
+    # Pillow looks for the nearest color in steps of 4: one so close would be taken in its place.
+    usual = [one for one in zip(*[iter(flat)] * 3, strict=True) if min(_distance(one, k) for k in kept) > 8]
     palette = Image.new("P", (1, 1))
-    palette.putpalette([*kept, *usual[: 3 * 256 - len(kept)]])
+    palette.putpalette([part for color in (*kept, *usual) for part in color])
     image.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def _distance(one: Sequence[int], other: Sequence[int]) -> int:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True)

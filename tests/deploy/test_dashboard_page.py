@@ -89,7 +89,9 @@ def test_a_heat_map_shows_each_bucket_alone() -> None:
 def test_a_color_of_few_pixels_is_kept(color: str, tmp_path: Path) -> None:
     figure = page.Figure(figsize=(2, 2), dpi=100)
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.imshow(np.random.default_rng(0).random((200, 200, 3)))
+    noise = np.random.default_rng(0).random((200, 200, 3))
+    noise[:100] = 0.98  # near to white, and far more of it
+    axes.imshow(noise)
     axes.add_patch(page.FancyBboxPatch((100, 100), 4, 4, boxstyle="square,pad=0", color=color))
     page._save(figure, tmp_path / "page.png")
     drawn = page.Image.open(tmp_path / "page.png").convert("RGB")

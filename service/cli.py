@@ -238,6 +238,8 @@ def doctor(
     from nybble.service.doctor import Facts, examine
     from nybble.service.doctor.report import as_env, as_json, as_text
 
+    if env and (json or model):
+        raise UsageError("--env writes lines of its own: leave out --json and --model")
     facts = Facts(model=model)
     if env:
         lines, hint = as_env(facts)

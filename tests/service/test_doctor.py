@@ -855,6 +855,8 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert torch.__version__ in told["torch"]
     env = doctor("--env").stdout
     assert set(re.findall(r"^(\w+)=", env, re.MULTILINE)) >= {"COMPOSE_PROFILES", "NYBBLE_ARCH"}
+    both = doctor("--env", "--json")
+    assert both.returncode == 2 and not both.stdout and "leave out --json" in both.stderr
 
 
 def test_a_broken_torch_keeps_nothing_from_being_said(tmp_path: Path) -> None:

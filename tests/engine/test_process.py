@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_served_is_the_users_to_mend(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     engine = EngineProcess(model=str(tmp_path))
     failure, _ = engine.receive_until(Failed)
-    assert failure.user_error and "no *.safetensors file" in failure.message
+    assert failure.user_error and "quantization_config" in failure.message
     assert engine.exit_code() == 0
 
 

@@ -236,7 +236,7 @@ def head_quantizer(
         raise ConfigError(
             f"--lm-head int4: hidden_size {model.hidden_size} is no multiple of {HEAD_GROUP_SIZE}: use keep"
         )
-    from nybble.service.checkpoints.quantize import quantize_tensor
+    from nybble.service.checkpoints.rounding import quantize_tensor
 
     importance = checkpoint.head_importance(model.hidden_size)
     # Not thoroughly: it only screens, and would take longer than reading the whole model.

@@ -27,12 +27,13 @@ from tqdm import tqdm
 
 from nybble.kernels.packing import PER_WORD, W4A16Weight, pack_rows
 from nybble.service.checkpoints import PACKED, quantization_of
-from nybble.service.checkpoints.base import BUFFERS, HEAD_IMPORTANCE, KV_SCALES, NOTES, PLAIN, all_finite
+from nybble.service.checkpoints.base import BUFFERS, HEAD_IMPORTANCE, KV_SCALES, NOTES, PLAIN
 from nybble.service.checkpoints.calibration import HEAD, importance, text_tokens
 from nybble.service.checkpoints.files import TensorFiles
 from nybble.service.checkpoints.gguf import GgufSource
 from nybble.service.checkpoints.rounding import quantize_tensor
 from nybble.service.errors import CheckpointError
+from nybble.service.finite import all_finite
 from nybble.service.json_files import FETCH_AGAIN, read_json, write_json
 from nybble.service.models.config import read_config
 from nybble.service.models.load import needed_tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from nybble.kernels.norm import RmsNorm
 from nybble.kernels.packing import W4A16Weight, concat_rows, interleave_halves, take_rows
 from nybble.kernels.rope import head_order
 from nybble.service.errors import CheckpointError
+from nybble.service.finite import all_finite
 from nybble.service.models.config import DecoderConfig
 from nybble.service.models.decoder import Block, Decoder
 from nybble.service.models.layers import DenseLinear, Head, Linear, RescoredHead, SideBySide
@@ -379,8 +379,7 @@ def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Te
 
 def _sound(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor as it is. Raises CheckpointError where it is not finite, or would not be in `dtype`."""
-    # The sum tells, without a second tensor of that size; it may also be too large by itself.
-    if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
+    if not all_finite(tensor):
         raise CheckpointError(f"tensor {name} holds values that are not finite (inf or nan): fetch it again")
     if tensor.numel() and torch.finfo(tensor.dtype).max > torch.finfo(dtype).max:
         ends = torch.stack(torch.aminmax(tensor))

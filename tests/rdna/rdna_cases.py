@@ -48,6 +48,11 @@ def run_cases(cases: list[dict[str, Any]], *, processes: int = 2) -> list[dict[s
     return results
 
 
+def results_by_id(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """`run_cases`, by test id."""
+    return dict(zip(map(case_id, cases), run_cases(cases), strict=True))
+
+
 def case_id(case: dict[str, Any]) -> str:
     """Readable test id: the case's own, or one made of a GEMM's fields."""
     if "id" in case:

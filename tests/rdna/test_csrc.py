@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rdna_cases import case_id, needs_clang, needs_emulator, needs_triton, run_cases
+from rdna_cases import case_id, needs_clang, needs_emulator, needs_triton, results_by_id
 
 from nybble.kernels.code_object import CodeObject
 from nybble.kernels.linear import skinny
@@ -106,7 +106,7 @@ CASES = _cases()
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    return dict(zip(map(case_id, CASES), run_cases(CASES), strict=True))
+    return results_by_id(CASES)
 
 
 @needs_triton

@@ -4,7 +4,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from rdna_cases import case_id, needs_emulator, needs_triton, run_cases
+from rdna_cases import case_id, needs_emulator, needs_triton, results_by_id
 
 pytestmark = needs_triton
 
@@ -31,12 +31,12 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
-    return dict(zip(map(case_id, COMPILED), run_cases(COMPILED), strict=True))
+    return results_by_id(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def executed() -> dict[str, dict[str, Any]]:
-    return dict(zip(map(case_id, RUN), run_cases(RUN), strict=True))
+    return results_by_id(RUN)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ out missing barriers and unwritten registers.
 from typing import Any
 
 import pytest
-from rdna_cases import case_id, needs_emulator, needs_triton, run_cases
+from rdna_cases import case_id, needs_emulator, needs_triton, results_by_id, run_cases
 
 pytestmark = [needs_triton, needs_emulator]
 
@@ -63,7 +63,7 @@ CASES = _cases()
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    return dict(zip(map(case_id, CASES), run_cases(CASES), strict=True))
+    return results_by_id(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

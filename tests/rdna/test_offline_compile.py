@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from rdna_cases import case_id, needs_triton, run_cases
+from rdna_cases import case_id, needs_triton, results_by_id
 
 from nybble.kernels.tiles import rows_for
 
@@ -58,7 +58,7 @@ def register_limit(case: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    return dict(zip(map(case_id, CASES), run_cases(CASES), strict=True))
+    return results_by_id(CASES)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ class Wave:
         return np.broadcast_to(np.asarray(values[name], np.uint32), LANES)
 
     def write(self, name: str, value: np.ndarray) -> None:
-        dtype = _TYPES[_REGISTERS[re.match(r"%[a-z]+", name)[0]]]  # type: ignore[index]
+        dtype = _type_of(name)
         value = np.broadcast_to(np.asarray(value), LANES)
         if value.dtype != dtype:
             value = value.view(dtype) if value.dtype.itemsize == dtype.itemsize else value.astype(dtype)
@@ -186,6 +187,11 @@ class Wave:
                 old = np.full(LANES, 0xA5, np.uint8).repeat(dtype.itemsize).view(dtype)
             value = np.where(self.mask, value, old)
         self.registers[name] = value
+
+
+@cache
+def _type_of(register: str) -> Any:
+    return _TYPES[_REGISTERS[re.match(r"%[a-z]+", register)[0]]]  # type: ignore[index]
 
 
 Getter = Callable[[Wave], np.ndarray]

@@ -105,3 +105,35 @@ def test_protocol_is_among_the_torch_free_modules() -> None:
 def test_never_imports_torch(name: str) -> None:
     code = f"import sys, nybble.service.engine.{name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd="/", check=False).returncode == 0
+
+
+# Collects every test as where only the extra `test` is installed: what `dev` alone brings is hidden.
+COLLECT = """
+import re, sys
+from importlib import metadata
+import pytest
+
+dev = [r for r in metadata.requires("nybble") if re.search(r"extra == .dev.", r)]
+names = {re.match(r"[A-Za-z0-9._-]+", r)[0].lower().replace("_", "-") for r in dev}
+hidden = {
+    module
+    for module, packages in metadata.packages_distributions().items()
+    if {package.lower().replace("_", "-") for package in packages} <= names
+}
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hide())
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+@pytest.mark.slow
+def test_every_test_can_be_collected_without_the_tools_of_development() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -14,7 +14,6 @@ from nybble.service.memory import GIB
 PAGES_PER_GIB = GIB // 4096
 
 STRIX_HALO_GUIDE = "rocm.docs.amd.com/en/latest/how-to/system-optimization/strixhalo.html"
-VGPR_ISSUE = "github.com/ROCm/TheRock/issues/2991"
 MES_ISSUE = "github.com/ROCm/legacy-rocm-build/issues/5724"
 OVERRIDE_ISSUE = "github.com/ROCm/rocm-systems/issues/3531"
 EMPTY_OVERRIDE = "github.com/ROCm/rocm-systems/pull/5686"

@@ -22,13 +22,15 @@ import yaml
 from gpu_sysfs import fake_gpu
 from http_fixtures import SUPPORT
 from model_folders import DATA
-from page import has_number
 from reference import values_of
 from stack import CONFIG, Prometheus, run_prometheus, running
 from traffic import SERVER_FLAGS, Traffic
-from view import choices, render, values
 
 from nybble.service.metrics import PREFIX
+
+pytest.importorskip("page", reason="matplotlib is not installed: make venv", exc_type=ImportError)
+from page import has_number  # noqa: E402
+from view import choices, render, values  # noqa: E402
 
 pytestmark = pytest.mark.deploy
 

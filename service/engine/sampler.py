@@ -28,19 +28,33 @@ _LEAST_TEMPERATURE = 1e-5
 
 
 class Draft:
-    """Tokens of a pass, one a row; None where the row's logits are not finite."""
+    """Tokens of a pass, one a row; None where the row's logits are not finite.
+
+    redrawn: rows whose token, once `tokens` has read it, is another than `token_ids` told.
+    """
 
     def __init__(self, tokens: list[Token | None]) -> None:
         self._tokens = tokens
+        self.redrawn: frozenset[int] = frozenset()
 
     def tokens(self) -> list[Token | None]:
         return self._tokens
 
+    def token_ids(self, rows: Rows[int] | None = None) -> torch.Tensor:
+        """int64 [R] on the device, of all rows or of these, without waiting for it; any id where there is no token."""
+        ids = torch.tensor([0 if token is None else token.token_id for token in self._tokens])
+        return ids if rows is None else ids[list(rows)]
+
 
 class _DeviceDraft(Draft):
-    """A draft that is still being computed: `packed`, one row of numbers per answer, is on its way to the host."""
+    """A draft that is still being computed: `packed`, one row of numbers per answer, the first of which are the `chosen`
+    ids, is on its way to the host."""
 
-    def __init__(self, packed: torch.Tensor, read: Callable[[list[Any]], list[Token | None]]) -> None:
+    def __init__(
+        self, chosen: torch.Tensor, packed: torch.Tensor, read: Callable[[list[Any]], list[Token | None]]
+    ) -> None:
+        super().__init__([])
+        self._chosen = chosen
         self._read = read
         self._arrived: Any = None
         if packed.device.type == "cpu":
@@ -55,7 +69,16 @@ class _DeviceDraft(Draft):
     def tokens(self) -> list[Token | None]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._read(self._packed.tolist())
+        numbers = self._packed.tolist()
+        tokens = self._read(numbers)
+        pairs = zip(tokens, numbers, strict=False)
+        self.redrawn = frozenset(r for r, (token, i) in enumerate(pairs) if token and token.token_id != i)
+        return tokens
+
+    def token_ids(self, rows: Rows[int] | None = None) -> torch.Tensor:
+        if rows is None:
+            return self._chosen
+        return self._chosen.index_select(0, _upload(rows, torch.int64, self._chosen.device))
 
 
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None]:
@@ -63,18 +86,20 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None
     return draw(logits, sequences).tokens()
 
 
-def draw(logits: torch.Tensor, sequences: Rows[Sequence]) -> Draft:
+def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: int = 0) -> Draft:
     """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row holds an infinity or a NaN.
 
-    logits may be overwritten once the draft's tokens have been read.
+    ahead: the tokens' place behind the next ones of their sequences. logits may be overwritten by what the device runs
+    after this call.
     """
-    scores = logits.to(torch.float32)
     params = [s.request.sampling for s in sequences]
+    # Rows that may be drawn again are looked at again when they are read.
+    scores = logits.to(torch.float32, copy=any(p.top_p < 1 for p in params))
     special = [r for r, p in enumerate(params) if _needs_work(p)]
     wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
     if scores.device.type == "cpu" and not special and not wanted:
         return Draft([Token(i) if ok else None for i, ok in zip(*_best_on_cpu(scores), strict=True)])
-    uniform = [sequences[r].uniform() for r in special]
+    uniform = [sequences[r].uniform(ahead) for r in special]
     return _draw(scores, sequences, special, uniform, wanted, _TOP_P_CANDIDATES)
 
 
@@ -118,7 +143,7 @@ def _draw(
                 tokens[r] = token
         return [token if ok else None for token, ok in zip(tokens, numbers[count : 2 * count], strict=True)]
 
-    return _DeviceDraft(torch.cat([c.to(torch.float64) for c in columns]), read)
+    return _DeviceDraft(chosen, torch.cat([c.to(torch.float64) for c in columns]), read)
 
 
 def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -186,18 +186,18 @@ def test_a_gpu_chooses_what_a_cpu_does_without_waiting():
     assert [i for i, _ in got[2].top] == [i for i, _ in expected[2].top]
 
 
-def test_a_number_that_was_drawn_for_a_step_that_failed_is_drawn_again():
+def test_a_number_belongs_to_its_place_however_often_and_early_it_is_asked_for():
     s, undisturbed = sequence(temperature=1.0, seed=9), sequence(temperature=1.0, seed=9)
+    wanted = [undisturbed.random.random() for _ in range(7)]
     numbers = []
     for failing in (True, False, True, True, False):
         numbers.append(s.uniform())
-        if failing:
-            s.rewind(0)
-            s.rewind(0)
-        else:
+        if not failing:
             s.append(1)
-    wanted = [undisturbed.random.random() for _ in range(2)]
     assert numbers == [wanted[0]] * 2 + [wanted[1]] * 3
+    assert [s.uniform(1), s.uniform(), s.uniform(1)] == [wanted[3], wanted[2], wanted[3]]
+    s.append(1)
+    assert [s.uniform(), s.uniform(2)] == [wanted[3], wanted[5]]
 
 
 @pytest.mark.parametrize(

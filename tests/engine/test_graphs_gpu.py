@@ -7,7 +7,7 @@ import torch
 from model_folders import folders, prompts
 
 from nybble.kernels import native
-from nybble.service.engine import load
+from nybble.service.engine import load, sampler
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -126,3 +126,37 @@ def test_the_cache_is_as_large_as_planned():
     attention = engine._runner.model.attention
     assert attention.name == "triton"
     assert attention.whole.nbytes == engine.info.memory.pools["kv_cache"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_running_ahead_of_the_tokens_changes_none(dtype):
+    """Lengths of 1 to 40, so that rows end in every step and batches shrink through all their sizes."""
+    model = folders()[0]
+    rng = random.Random(3)
+    wishes = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.2, "top_k": 40}]
+    asked = []
+    for i in range(24):
+        sampling = SamplingParams(rng.randrange(1, 41), ignore_eos=True, seed=i, **wishes[i % len(wishes)])
+        prompt = tuple(rng.randrange(3, 500) for _ in range(rng.randrange(1, 60)))
+        asked.append(Request(f"{i}", prompt, sampling, 0.0))
+
+    def answers(ahead):
+        # Whose step is timed leaves its graph, by the clock; prompt rows are chosen by time unless they are given.
+        engine = build(model, dtype=dtype, gemm_sample_every=0, prefill_tokens_busy=32, prefix_cache=False)
+        assert engine.runner.runs_ahead
+        engine.runner.runs_ahead = ahead
+        return run(engine, asked), engine.stats().steps_ahead
+
+    waiting, none = answers(False)
+    running_ahead, many = answers(True)
+    assert running_ahead == waiting and none == 0 and many > 10
+
+
+def test_a_token_that_is_drawn_again_is_what_its_answer_goes_on_from(monkeypatch):
+    model = folders()[0]
+    sampling = SamplingParams(30, temperature=2.0, top_p=0.99, seed=1, ignore_eos=True)
+    expected = run(build(model), [Request("flat", (5, 6, 7), sampling, 0.0)])
+    monkeypatch.setattr(sampler, "_TOP_P_CANDIDATES", 2)
+    engine = build(model)
+    assert run(engine, [Request("flat", (5, 6, 7), sampling, 0.0)]) == expected
+    assert engine.stats().steps_ahead > 3

@@ -4,6 +4,7 @@ from collections import Counter
 import pytest
 import torch
 
+from nybble.service.engine import sampler
 from nybble.service.engine.protocol import Request, SamplingParams
 from nybble.service.engine.sampler import LOGPROB_FLOOR, sample
 from nybble.service.engine.sequence import Sequence
@@ -18,10 +19,9 @@ def sequence(prompt=(0,), generated=(), **fields):
 
 def draw(logits, count=2000, **fields):
     """Frequencies of `count` draws from one distribution."""
-    fields = {"temperature": 1.0, "seed": 1} | fields
-    s = sequence(**fields)
+    sequences = [sequence(**({"temperature": 1.0, "seed": seed} | fields)) for seed in range(count)]
     rows = torch.tensor(logits).float().expand(count, -1)
-    return {k: v / count for k, v in Counter(t.token_id for t in sample(rows, [s] * count)).items()}
+    return {k: v / count for k, v in Counter(t.token_id for t in sample(rows, sequences)).items()}
 
 
 def softmax(logits):
@@ -99,21 +99,21 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch():
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     fields = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
 
-    def alone():
-        s = sequence(**fields)
-        return [sample(row.unsqueeze(0), [s])[0].token_id for row in logits]
+    def answer(s, *neighbours):
+        for row in logits:
+            tokens = sample(row.expand(1 + len(neighbours), -1), [*neighbours, s])
+            s.append(tokens[-1].token_id)
+        return s.tokens
 
-    def in_a_batch():
-        s, t, u = sequence(**fields), sequence(temperature=0.5, seed=3), sequence()
-        return [sample(row.expand(3, -1), [t, s, u])[1].token_id for row in logits]
-
-    assert alone() == alone() == in_a_batch()
+    alone = answer(sequence(**fields))
+    assert len(set(alone)) > 10
+    assert alone == answer(sequence(**fields))
+    assert alone == answer(sequence(**fields), sequence(temperature=0.5, seed=3), sequence())
 
 
 def test_requests_without_a_seed_differ():
-    rows = torch.zeros(20, 1000)
-    runs = [[t.token_id for t in sample(rows, [sequence(temperature=1.0)] * 20)] for _ in range(2)]
-    assert runs[0] != runs[1]
+    tokens = sample(torch.zeros(20, 1000), [sequence(temperature=1.0) for _ in range(20)])
+    assert len({t.token_id for t in tokens}) > 10
 
 
 @pytest.mark.parametrize(
@@ -212,3 +212,42 @@ def test_a_number_belongs_to_its_place_however_often_and_early_it_is_asked_for()
 def test_no_wish_is_too_small_for_the_arithmetic(fields):
     logits = torch.tensor([[0.0, 1.0, 7.0, 3.0]])
     assert sample(logits, [sequence(prompt=(2,), **fields)])[0].token_id == 2
+
+
+MANY = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 1.0, "seed": 2, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.5, "seed": 3, "top_k": 5},
+]
+
+
+@pytest.mark.parametrize("fields", [MANY, MANY[:1]], ids=["drawn", "greedy"])
+def test_ids_are_told_before_the_tokens_are_read(fields):
+    logits = torch.randn(len(fields), 300, generator=torch.Generator().manual_seed(0))
+    draft = sampler.draw(logits, [sequence(**f) for f in fields])
+    ids = draft.token_ids()
+    assert ids.dtype == torch.int64 and draft.token_ids([len(fields) - 1]).tolist() == ids[-1:].tolist()
+    assert [t.token_id for t in draft.tokens()] == ids.tolist() and not draft.redrawn
+
+
+def test_a_row_that_is_drawn_again_says_so_and_needs_no_logits_any_more(monkeypatch):
+    """Meanwhile a step launched ahead may have written its own logits in their place."""
+    logits = torch.randn(len(MANY), 300, generator=torch.Generator().manual_seed(0)) / 4
+    expected = sample(logits, [sequence(**f) for f in MANY])
+    monkeypatch.setattr(sampler, "_TOP_P_CANDIDATES", 1)
+    draft = sampler.draw(logits, [sequence(**f) for f in MANY])
+    ids = draft.token_ids().tolist()
+    logits.uniform_()
+    assert draft.tokens() == expected
+    assert draft.redrawn == {2} and ids[2] != expected[2].token_id
+
+
+def test_a_row_one_place_ahead_draws_the_number_of_its_place():
+    logits = torch.zeros(1, 1000)
+    early, late = (sequence(temperature=1.0, seed=4) for _ in range(2))
+    ahead = sampler.draw(logits, [early], ahead=1).tokens()
+    first = sample(logits, [early])
+    assert first == sample(logits, [late]) != ahead
+    late.append(0)
+    assert sample(logits, [late]) == ahead

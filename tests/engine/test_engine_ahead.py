@@ -2,9 +2,10 @@
 
 import random
 
+import engine_runs
 import pytest
 import torch
-from engine_runs import make, request, run
+from engine_runs import request, run
 
 from nybble.service.engine import sampler
 
@@ -22,6 +23,11 @@ PENALISED = [
     request("often", range(70, 75), 20, temperature=0.7, seed=6, frequency_penalty=0.3),
     request("again", range(20, 30), 9, repetition_penalty=1.3),
 ]
+
+
+def make(**config):
+    """Prompts in chunks of a fixed size: by time, the steps of a run would never be the same twice."""
+    return engine_runs.make(**({"prefill_tokens_busy": 16} | config))
 
 
 def answers(engine, requests, stagger=0, aborts=None):
@@ -105,7 +111,7 @@ def test_without_a_device_of_its_own_a_step_waits_for_its_tokens():
 @pytest.mark.parametrize("stagger", [0, 1, 4])
 @pytest.mark.parametrize("requests", [STEADY, STEADY + PENALISED], ids=["steady", "penalised"])
 def test_no_answer_tells(expected, requests, stagger):
-    engine = make(ahead=True, prefill_tokens_busy=16)
+    engine = make(ahead=True)
     assert answers(engine, requests, stagger) == {r.request_id: expected[r.request_id] for r in requests}
     assert steps_ahead(engine) > 0
 
@@ -283,7 +289,7 @@ class Failing:
 @pytest.mark.parametrize("method", ["launch", "collect"])
 @pytest.mark.parametrize("at", range(1, 13))
 def test_memory_that_runs_out_changes_no_answer(expected, method, at, late):
-    engine = make(ahead=True, prefill_tokens_busy=16)
+    engine = make(ahead=True)
     failing = Failing(engine.runner, method, at, late)
     found = answers(engine, STEADY[:4], stagger=1)
     assert found == {r.request_id: expected[r.request_id] for r in STEADY[:4]}
@@ -329,7 +335,7 @@ def test_whatever_comes_and_goes(expected, seed):
     rng = random.Random(seed)
     engine = make(
         ahead=True,
-        prefill_tokens_busy=rng.choice([0, 16]),
+        prefill_tokens_busy=rng.choice([3, 16]),
         max_running=rng.choice([2, 4, 16]),
         kv_cache_bytes=rng.choice([1, 4]) << 20,
     )

@@ -7,7 +7,7 @@ import torch
 from model_folders import folders, prompts
 
 from nybble.kernels import native
-from nybble.service.engine import load, sampler
+from nybble.service.engine import load, pacing, sampler
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -129,8 +129,9 @@ def test_the_cache_is_as_large_as_planned():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_running_ahead_of_the_tokens_changes_none(dtype):
+def test_running_ahead_of_the_tokens_changes_none(dtype, monkeypatch):
     """Lengths of 1 to 40, so that rows end in every step and batches shrink through all their sizes."""
+    monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)
     model = folders()[0]
     rng = random.Random(3)
     wishes = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.2, "top_k": 40}]
@@ -141,7 +142,7 @@ def test_running_ahead_of_the_tokens_changes_none(dtype):
         asked.append(Request(f"{i}", prompt, sampling, 0.0))
 
     def answers(ahead):
-        # Whose step is timed leaves its graph, by the clock; prompt rows are chosen by time unless they are given.
+        # What is chosen by the clock: steps that leave their graph to be timed, and how many prompt rows come together.
         engine = build(model, dtype=dtype, gemm_sample_every=0, prefill_tokens_busy=32, prefix_cache=False)
         assert engine.runner.runs_ahead
         engine.runner.runs_ahead = ahead

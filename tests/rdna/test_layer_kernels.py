@@ -118,6 +118,24 @@ def _cases(shapes: dict[str, dict[str, Any]], run: bool) -> list[dict[str, Any]]
 
 RUN, COMPILED = _cases(SHAPES, True), _cases(REAL, False)
 
+# id -> the case, and from what its kernels may load before they wait for the launch before them.
+STEP = {"q_start_ptr", "kv_len_ptr", "table_ptr"}
+DEPENDENT: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "decode": (SHAPES["decode"], STEP),
+    "prefill": (SHAPES["prefill"], STEP - {"table_ptr"}),
+    "parts": (SHAPES["parts"], {"weight_ptr"}),
+    "normed": (SHAPES["normed"], {"weight_ptr", "x_weight_ptr"}),
+    "qk-norm": (SHAPES["qk-norm"], {"norm_ptr", "angles_ptr", "position_ptr", "slot_ptr"}),
+    "no-norm": (SHAPES["no-norm"], {"angles_ptr", "position_ptr", "slot_ptr"}),
+    "halves": (SHAPES["halves"], set()),
+    "in-gemm": (SHAPES["in-gemm"], set()),
+    "split": (
+        {"kernel": "skinny", "symmetric": True, "g": 64, "m": 40, "n": 64, "k": 512}
+        | {"tile": {"block_m": 16, "block_n": 64, "block_k": 64, "num_warps": 4, "split_k": 4}},
+        set(),
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def executed() -> dict[str, dict[str, Any]]:
@@ -127,6 +145,27 @@ def executed() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
     return results_by_id(COMPILED)
+
+
+@pytest.fixture(scope="module")
+def dependent() -> dict[str, dict[str, Any]]:
+    cases = [{"arch": "sm_90", "dtype": "bf16", "id": name} | case for name, (case, _) in DEPENDENT.items()]
+    return dict(zip(DEPENDENT, results_by_id(cases).values(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_a_dependent_launch_waits_before_it_touches_what_others_write(
+    name: str, dependent: dict[str, dict[str, Any]]
+):
+    assert "error" not in dependent[name], dependent[name]["error"]
+    seen: set[str] = set()
+    for launch in dependent[name]["launches"]:
+        first, *others, last = launch["until_wait"]
+        assert (first, last) == ("next", "wait"), launch["until_wait"]
+        assert set(others) <= {f"load {argument}" for argument in DEPENDENT[name][1]}, launch["until_wait"]
+        seen |= set(others)
+    assert len(seen) == len(DEPENDENT[name][1])
 
 
 @needs_emulator

@@ -1,4 +1,4 @@
-"""The kernels between a layer's GEMMs for the three RDNA chips: compiled within their resources, and run in the emulator."""
+"""The kernels between a layer's GEMMs and those that read logits for the three RDNA chips: compiled within their resources, and run in the emulator."""
 
 from __future__ import annotations
 
@@ -71,6 +71,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "k": 128,
         "activation": "gelu_tanh",
     },
+    "best": {"kernel": "best", "shape": (3, 4999)},
+    "best-inf": {"kernel": "best", "shape": (2, 70), "last": float("-inf")},
+    "rescored": {"kernel": "rescored", "shape": (2, 2999), "count": 32, "k": 96},
+    "rescored-few": {"kernel": "rescored", "shape": (3, 100), "count": 5, "k": 1100},
 }
 
 # Real sizes, compiled for every chip.
@@ -95,6 +99,9 @@ REAL: dict[str, dict[str, Any]] = {
     "5376-normed": {"kernel": "add_norm", "shape": (1, 5376), "splits": 4, "norm_x": True},
     "8b": {"kernel": "write", "heads": (32, 8, 128), "rows": 1, "norm": True, "splits": 8},
     "12288": {"kernel": "gate", "shape": (1, 12288), "splits": 2},
+    "151936": {"kernel": "best", "shape": (1, 151936)},
+    "151936x32": {"kernel": "rescored", "shape": (1, 151936), "count": 32, "k": 64},
+    "262144x32": {"kernel": "rescored", "shape": (2, 262144), "count": 32, "k": 64},
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ from nybble.service.errors import ConfigError
 from nybble.service.models.layers import DenseLinear, RescoredHead, SideBySide
 
 _WARM_STEPS = 8
+# Steps that it may take until all sequences of a batch have begun.
+_STARTING_STEPS = 64
 _SPLIT_STEPS = 8
 _PROMPT_ROUNDS = 3
 # Part of a step -> words in the names of its device kernels; the first part that fits.
@@ -61,12 +63,13 @@ class EngineBench:
 
     @property
     def longest(self) -> int:
-        return max(self.contexts) + self.tokens + 2 * (_WARM_STEPS + _SPLIT_STEPS)
+        return max(self.contexts) + self.tokens + 2 * (_WARM_STEPS + _SPLIT_STEPS) + _STARTING_STEPS
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One batch size at one context. Milliseconds of a step; host_ms: what Python adds to the model's own time."""
+    """One batch size at one context, milliseconds of a step. host_ms: what it takes beyond the model's own time, for
+    sampling and for Python as far as the device waits for it; parts_ms: where the model's time goes."""
 
     batch: int
     context: int
@@ -105,7 +108,8 @@ def engine_of(bench: EngineBench) -> Iterator[Engine]:
                 max_model_len=bench.longest,
                 max_running=max(bench.batches),
                 prefill_tokens=bench.prefill_tokens,
-                prefix_cache=False,
+                # A batch starts together because its prompts are there: see `decode`.
+                prefix_cache=True,
                 lm_head=bench.lm_head,
                 dense_copies=bench.dense_copies,
                 threads=bench.threads,
@@ -152,14 +156,22 @@ def bench_prefill(bench: EngineBench, output: Path | None) -> None:
 
 
 def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -> DecodeRow:
-    """Time `tokens` steps of `batch` sequences whose middle step has `context` positions behind it."""
+    """Time `tokens` steps of `batch` sequences whose middle step has about `context` positions behind it.
+
+    Each prompt is computed alone first. Then all of them are asked for at once and found in the prefix cache, so that the
+    sequences run side by side from the beginning and have one length. Raises ConfigError for what the cache cannot hold.
+    """
     first = max(1, context - tokens // 2 - _WARM_STEPS)
     if batch * (first + tokens) > engine.info.kv_blocks * engine.info.block_size:
         raise ConfigError(
             f"{batch} sequences of {first + tokens} tokens: the KV cache holds "
             f"{engine.info.kv_blocks * engine.info.block_size}; ask for smaller batches or contexts"
         )
-    most = tokens + 2 * _WARM_STEPS + _SPLIT_STEPS
+    for i in range(batch):
+        engine.add(_request(engine, "prompt", first, 1, seed=i))
+        while engine.has_work:
+            engine.step()
+    most = tokens + 2 * _WARM_STEPS + _SPLIT_STEPS + _STARTING_STEPS
     for i in range(batch):
         engine.add(_request(engine, f"{i}", first, most, seed=i))
     begun: set[str] = set()
@@ -171,14 +183,23 @@ def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -
     before = engine.stats()
     for _ in range(tokens):
         started = perf_counter()
-        engine.step()
+        outputs = engine.step()
         seconds.append(perf_counter() - started)
+        if sum(len(out.tokens) for out in outputs) != batch:
+            raise ConfigError(
+                f"{batch} sequences did not fit side by side: ask for smaller batches or contexts"
+            )
     after = engine.stats()
-    parts = split(engine, _SPLIT_STEPS)
+    mean = statistics.fmean(seconds)
+    if engine.runner.device.type == "cuda":
+        parts = _split_on_device(engine, batch, _SPLIT_STEPS)
+        host = max(0.0, mean - sum(parts.values()))
+    else:
+        parts = _split_on_host(engine, _SPLIT_STEPS)
+        host = (after.step_overhead_seconds - before.step_overhead_seconds) / tokens
     for i in range(batch):
         engine.abort(str(i))
     engine.step()
-    mean = statistics.fmean(seconds)
     return DecodeRow(
         batch,
         context,
@@ -186,7 +207,7 @@ def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -
         p99_ms=sorted(seconds)[int(0.99 * (len(seconds) - 1))] * 1e3,
         tokens_per_s=batch / mean,
         limit_ms=step_bytes(engine, batch, context) / rate * 1e3,
-        host_ms=(after.step_overhead_seconds - before.step_overhead_seconds) / tokens * 1e3,
+        host_ms=host * 1e3,
         parts_ms={part: value * 1e3 for part, value in parts.items()},
     )
 
@@ -194,7 +215,7 @@ def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -
 def prefill(engine: Engine, tokens: int) -> PrefillRow:
     best = float("inf")
     for i in range(_PROMPT_ROUNDS):
-        engine.add(_request(engine, "prompt", tokens, 1, seed=i))
+        engine.add(_request(engine, "prompt", tokens, 1, seed=i, salt=f"prefill {i}"))
         started = perf_counter()
         while engine.has_work:
             engine.step()
@@ -275,32 +296,44 @@ def _synchronize(device: torch.device) -> None:
 # --- where a step's time goes ---
 
 
-def split(engine: Engine, steps: int) -> dict[str, float]:
-    """Seconds of a step by part. Measuring costs some time itself: the sum is a little more than a step."""
-    if engine.runner.device.type == "cuda":
-        return _split_on_device(engine, steps)
-    return _split_on_host(engine, steps)
-
-
-def _split_on_device(engine: Engine, steps: int) -> dict[str, float]:
-    """From the profiler's list of device kernels. "launch": the device waits for the host."""
+def _split_on_device(engine: Engine, batch: int, steps: int) -> dict[str, float]:
+    """Seconds of a step by part of its model: what its captured graph takes replayed alone, divided as a profiler sees it,
+    which makes everything take longer. Without a graph whole steps are profiled, and their sum is a little too large."""
     from torch.profiler import ProfilerActivity, profile
 
-    device = engine.runner.device
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _synchronize(device)
-        started = perf_counter()
+    device, graphs = engine.runner.device, engine.runner.graphs
+    bucket = next((b for b in graphs.buckets if b >= batch), None) if graphs is not None else None
+
+    def run() -> None:
         for _ in range(steps):
-            engine.step()
+            if graphs is None or bucket is None:
+                engine.step()
+            else:
+                graphs.run(bucket)
+
+    seconds = None if bucket is None else _fastest(run, device, 3) / steps
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
         _synchronize(device)
-        wall = perf_counter() - started
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if str(event.device_type) == "DeviceType.CUDA"
+    ]
+    shares = _shares(spans)
+    scale = 1 / 1e6 / steps if seconds is None else seconds / sum(shares.values())
+    return {part: us * scale for part, us in shares.items()}
+
+
+def _shares(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Of kernels (name, start, end), some of which begin while the one before still runs: part -> time that the kernels of
+    that part alone add."""
     parts: dict[str, float] = {}
-    for event in profiler.key_averages():
-        seconds = float(getattr(event, "self_device_time_total", 0.0)) / 1e6
-        if seconds:
-            part = _part_of(event.key)
-            parts[part] = parts.get(part, 0.0) + seconds / steps
-    parts["launch"] = max(0.0, wall / steps - sum(parts.values()))
+    reached = 0.0
+    for name, start, end in sorted(spans, key=lambda span: span[1:]):
+        part = _part_of(name)
+        parts[part] = parts.get(part, 0.0) + max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return parts
 
 
@@ -354,10 +387,13 @@ def _split_on_host(engine: Engine, steps: int) -> dict[str, float]:
 # --- saying it ---
 
 
-def _request(engine: Engine, name: str, prompt_len: int, tokens: int, seed: int) -> Request:
+def _request(
+    engine: Engine, name: str, prompt_len: int, tokens: int, seed: int, salt: str | None = None
+) -> Request:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, engine.info.vocab_size, (prompt_len,), generator=generator).tolist()
-    return Request(name, tuple(ids), SamplingParams(tokens, temperature=0.0, ignore_eos=True), 0.0)
+    sampling = SamplingParams(tokens, temperature=0.0, ignore_eos=True)
+    return Request(name, tuple(ids), sampling, 0.0, cache_salt=salt)
 
 
 def _describe(engine: Engine, bench: EngineBench) -> str:

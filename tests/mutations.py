@@ -546,6 +546,27 @@ FAULTS = (
         "tests/kernels/test_fused.py -k 'parts-3'",
     ),
     Fault(
+        "the last of equal logits is chosen",
+        "kernels/fused/argmax.py",
+        "first = tl.min(tl.where(key == tl.max(key, axis=0), column, V), axis=0)",
+        "first = tl.max(tl.where(key == tl.max(key, axis=0), column, 0), axis=0)",
+        "tests/kernels/test_logits.py -k first_of_equals",
+    ),
+    Fault(
+        "a NaN is smaller than every logit",
+        "kernels/fused/argmax.py",
+        "tl.where(magnitude >= INF, INF,",
+        "tl.where(magnitude == INF, INF,",
+        "tests/kernels/test_logits.py -k not_finite",
+    ),
+    Fault(
+        "equals beyond the count are among the largest",
+        "kernels/fused/rescore.py",
+        "return above | (equal & (place < COUNT)), place",
+        "return above | equal, tl.minimum(place, COUNT - 1)",
+        "tests/kernels/test_logits.py -k share_the_largest",
+    ),
+    Fault(
         "padding rows cached at slot 0",
         "kernels/attention/paged.py",
         "self.slots[count:rows] = -1",

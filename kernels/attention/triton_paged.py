@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nybble.kernels import launch
+from nybble.kernels import dependent, launch
 from nybble.kernels.attention import MAX_HEAD_DIM
+from nybble.kernels.dependent import fetch_into_l2, let_next_start, wait_for_last
 from nybble.kernels.launch import HALF_TYPES, INT_TYPES, check, power_of_two
 from nybble.kernels.target import Target
 
@@ -46,6 +47,30 @@ def _split_tiles(kv_len, q_len, window, splits, WINDOWED: tl.constexpr, BN: tl.c
         first = tl.maximum(kv_len - q_len - window + 1, 0) // BN
     tiles = tl.cdiv(kv_len, BN) - first
     return first, tiles, tl.maximum(tl.cdiv(tiles, splits), 1)
+
+
+@triton.jit
+def _fetch_tile(
+    k_ptr,
+    table_ptr,
+    stride_table_block,
+    start,
+    stop,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Keys and values of the first step of start..stop into L2: all but the newest were written by steps before this one."""
+    LINE: tl.constexpr = 64  # elements
+    key = tl.minimum(start + tl.arange(0, BN), tl.maximum(stop - 1, 0))
+    block = tl.load(table_ptr + (key // BLOCK_SIZE) * stride_table_block)
+    at = block.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D) + (key % BLOCK_SIZE) * D
+    lines = tl.minimum(tl.arange(0, max(DP // LINE, 1)) * LINE, D - 1)
+    pointers = k_ptr + at[:, None] + lines[None, :]
+    fetch_into_l2(pointers)
+    fetch_into_l2(pointers + KV_HEADS * BLOCK_SIZE * D)
 
 
 @triton.jit
@@ -157,9 +182,11 @@ def paged_attention_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (sequences * row_blocks, Hkv, splits). Without SPLIT y [T, H, D]; with it the part of each split: its own
     softmax, fp32 [T, H, splits, D], and the log2 of that softmax's sum, [T, H, splits]."""
+    let_next_start(DEPENDENT)
     sequence = tl.program_id(0) // row_blocks
     # The last rows of a prompt see the most keys: they go first.
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
@@ -171,19 +198,7 @@ def paged_attention_kernel(
     if row_block * BM >= q_len * GROUP:
         return
 
-    pair = row_block * BM + tl.arange(0, BM)
-    inside = pair < q_len * GROUP
-    position = kv_len - q_len + pair // GROUP
     first_position = kv_len - q_len + row_block * BM // GROUP
-    row = (first_row + pair // GROUP).to(tl.int64)
-    head = kv_head * GROUP + pair % GROUP
-    dims = tl.arange(0, DP)
-    q = tl.load(
-        q_ptr + row[:, None] * stride_qt + head[:, None] * D + dims[None, :],
-        mask=inside[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )
-
     start = 0
     if WINDOWED:
         start = tl.maximum(first_position - window + 1, 0) // BN * BN
@@ -194,6 +209,24 @@ def paged_attention_kernel(
             return
         start = tl.maximum(start, (first_tile + split * per_split) * BN)
         stop = tl.minimum(stop, (first_tile + (split + 1) * per_split) * BN)
+    k_ptr = cache_ptr + kv_head * BLOCK_SIZE * D
+    table_ptr += sequence * stride_table
+    if DEPENDENT and SPLIT:
+        _fetch_tile(k_ptr, table_ptr, stride_table_block, start, stop, KV_HEADS, D, DP, BLOCK_SIZE, BN)
+    # Of every sequence that is there at least the first split has come to here.
+    wait_for_last(DEPENDENT)
+
+    pair = row_block * BM + tl.arange(0, BM)
+    inside = pair < q_len * GROUP
+    position = kv_len - q_len + pair // GROUP
+    row = (first_row + pair // GROUP).to(tl.int64)
+    head = kv_head * GROUP + pair % GROUP
+    dims = tl.arange(0, DP)
+    q = tl.load(
+        q_ptr + row[:, None] * stride_qt + head[:, None] * D + dims[None, :],
+        mask=inside[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )
     # Up to here every row sees every key.
     plain = start
     if PEEL:
@@ -202,8 +235,6 @@ def paged_attention_kernel(
     acc = tl.zeros((BM, DP), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    k_ptr = cache_ptr + kv_head * BLOCK_SIZE * D
-    table_ptr += sequence * stride_table
     if PEEL:
         acc, top, total = _attend(
             acc, top, total, q, k_ptr, table_ptr, stride_table_block, start, plain, kv_len, position, window,
@@ -241,8 +272,10 @@ def reduce_splits(
     BN: tl.constexpr,
     WINDOWED: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (sequences * rows, H): y[t, h] = the parts of the splits, each weighed by its share of the softmax's sum."""
+    let_next_start(DEPENDENT)
     sequence = tl.program_id(0) // rows
     first_row = tl.load(q_start_ptr + sequence)
     q_len = tl.load(q_start_ptr + sequence + 1) - first_row
@@ -255,6 +288,7 @@ def reduce_splits(
     split = tl.arange(0, MAX_SPLITS)
     written = split < tl.cdiv(tiles, per_split)
     dims = tl.arange(0, DP)
+    wait_for_last(DEPENDENT)
     lse = tl.load(lse_ptr + here * splits + split, mask=written, other=float("-inf"))
     parts = tl.load(
         parts_ptr + (here * splits + split)[:, None] * D + dims[None, :],
@@ -417,6 +451,7 @@ def launch_attention(
         INTERPRETED=launch.backend_of(q.device) == "interpreter",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent.options(q.device),
     )
     if split:
         reduce_splits[(sequences * max_q, heads)](
@@ -435,6 +470,7 @@ def launch_attention(
             WINDOWED=window > 0,
             MAX_SPLITS=MAX_SPLITS,
             num_warps=4,
+            **dependent.options(q.device),
         )
     return y
 

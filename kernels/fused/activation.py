@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import dependent
 from nybble.kernels.activation import GATED, REFERENCES
+from nybble.kernels.dependent import let_next_start, wait_for_last
 from nybble.kernels.fused.parts import check_parts, load_parts, padded_splits
 from nybble.kernels.launch import HALF_TYPES
 from nybble.kernels.parts import parts_reference
@@ -44,8 +46,11 @@ def gated_kernel(
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (cdiv(WIDTH, BLOCK), T): y [T, WIDTH] of x [S, T, 2 WIDTH]."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -115,6 +120,7 @@ def gated(
         INTERLEAVED=interleaved,
         ACTIVATION=activation,
         num_warps=4,
+        **dependent.options(x.device),
     )
     return y
 

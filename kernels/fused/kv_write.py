@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import dependent
+from nybble.kernels.dependent import let_next_start, wait_for_last
 from nybble.kernels.fused.parts import check_parts, load_parts, padded_splits
 from nybble.kernels.launch import FLOAT_TYPES, HALF_TYPES, INT_TYPES, check, power_of_two
 from nybble.kernels.norm import rms_norm_reference
@@ -47,8 +49,10 @@ def norm_rope_write_kernel(
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (T, cdiv(H + 2 Hkv, HB)). HALF: D / 2 rounded up to a power of two."""
+    let_next_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HB + tl.arange(0, HB)
     half = tl.arange(0, HALF)
@@ -56,20 +60,23 @@ def norm_rope_write_kernel(
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (half < D // 2)[None, :]
     column = head[:, None] * D + half[None, :]
     at = row * ((HEADS + 2 * KV_HEADS) * D) + column
+    if HAS_NORM:
+        weight_at = tl.where(head < HEADS, 0, D)[:, None] + half[None, :]
+        low_weight = tl.load(norm_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)
+        high_weight = tl.load(norm_ptr + weight_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    angle_at = tl.load(position_ptr + row).to(tl.int64) * D + half
+    cos = tl.load(angles_ptr + angle_at, mask=half < D // 2, other=0.0)[None, :]
+    sin = tl.load(angles_ptr + angle_at + D // 2, mask=half < D // 2, other=0.0)[None, :]
+    slot = tl.load(slot_ptr + row)
+    wait_for_last(DEPENDENT)
     low = load_parts(x_ptr, bias_ptr, at, column, inside, splits, stride_part, SPLITS, HAS_BIAS)
     high = load_parts(
         x_ptr, bias_ptr, at + D // 2, column + D // 2, inside, splits, stride_part, SPLITS, HAS_BIAS
     )
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D + eps)
-        weight_at = tl.where(head < HEADS, 0, D)[:, None] + half[None, :]
-        low_weight = tl.load(norm_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)
-        high_weight = tl.load(norm_ptr + weight_at + D // 2, mask=inside, other=0.0).to(tl.float32)
         low = tl.where(turned, low * scale[:, None] * low_weight, low)
         high = tl.where(turned, high * scale[:, None] * high_weight, high)
-    angle_at = tl.load(position_ptr + row).to(tl.int64) * D + half
-    cos = tl.load(angles_ptr + angle_at, mask=half < D // 2, other=0.0)[None, :]
-    sin = tl.load(angles_ptr + angle_at + D // 2, mask=half < D // 2, other=0.0)[None, :]
     out_low = tl.where(turned, low * cos - high * sin, low).to(y_ptr.dtype.element_ty)
     out_high = tl.where(turned, high * cos + low * sin, high).to(y_ptr.dtype.element_ty)
 
@@ -78,7 +85,6 @@ def norm_rope_write_kernel(
     tl.store(y_at, out_low, mask=is_q)
     tl.store(y_at + D // 2, out_high, mask=is_q)
 
-    slot = tl.load(slot_ptr + row)
     written = tl.where(slot < 0, 0, HEADS + 2 * KV_HEADS)
     is_kv = ((head >= HEADS) & (head < written))[:, None] & (half < D // 2)[None, :]
     block = (slot // BLOCK_SIZE).to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D) + (slot % BLOCK_SIZE) * D
@@ -140,6 +146,7 @@ def norm_rope_write(
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
         num_warps=2,
+        **dependent.options(cache.device),
     )
     return q
 

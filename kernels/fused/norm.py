@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import dependent
+from nybble.kernels.dependent import let_next_start, wait_for_last
 from nybble.kernels.fused.parts import check_parts, load_parts, padded_splits
 from nybble.kernels.launch import HALF_TYPES, check, power_of_two
 from nybble.kernels.norm import rms_norm_reference
@@ -22,9 +24,8 @@ MAX_WIDTH = 32768
 
 
 @triton.jit
-def _normed(x, weight_ptr, column, inside, eps, N: tl.constexpr):
+def _normed(x, weight, eps, N: tl.constexpr):
     """rms_norm(x) * weight in fp32; elements outside are 0."""
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / N + eps) * weight
 
 
@@ -46,19 +47,25 @@ def add_rms_norm_kernel(
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORM_X: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (T). SPLITS 0: there is no x, the residual is only read."""
+    let_next_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * N
     column = tl.arange(0, BLOCK)
     inside = column < N
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM_X:
+        x_weight = tl.load(x_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_last(DEPENDENT)
     h = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
     if SPLITS > 0:
         x = load_parts(x_ptr, bias_ptr, row + column, column, inside, splits, stride_part, SPLITS, HAS_BIAS)
         if NORM_X:
-            x = _normed(x, x_weight_ptr, column, inside, x_eps, N)
+            x = _normed(x, x_weight, x_eps, N)
         h = (h.to(tl.float32) + x * x_scale).to(h.dtype)
         tl.store(residual_ptr + row + column, h, mask=inside)
-    y = _normed(h.to(tl.float32), weight_ptr, column, inside, eps, N)
+    y = _normed(h.to(tl.float32), weight, eps, N)
     tl.store(y_ptr + row + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -116,6 +123,7 @@ def add_rms_norm(
         HAS_BIAS=bias is not None,
         NORM_X=x_weight is not None,
         num_warps=min(16, max(2, block // 512)),
+        **dependent.options(residual.device),
     )
     return y
 

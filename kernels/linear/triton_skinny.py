@@ -22,7 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import dependent
 from nybble.kernels import launch as launching
+from nybble.kernels.dependent import let_next_start, wait_for_last
 from nybble.kernels.fused.activation import activate, check_activation
 from nybble.kernels.linear import operands
 from nybble.kernels.tiles import Tile, tile_for
@@ -164,11 +166,14 @@ def w4a16_skinny(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BACKEND: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One [block_m, block_n] tile over `part` groups of K. Where the grid splits K in S, y is fp32 [S, M, N], no bias.
 
     GATED, a name or None: rows of the weight alternate gate and up, y is GATED(gate) * up, [M, N/2].
     """
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)
@@ -256,8 +261,11 @@ def w4a16_reduce(
     SPLIT_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """y[m, n] = sum over splits of fp32 [SPLIT_K, M, N], in order, + bias."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     m = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < N
@@ -484,6 +492,7 @@ def _launch_tiles(
         BACKEND=launching.backend_of(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent.options(x.device),
     )
 
 
@@ -520,6 +529,7 @@ def reduce_splits(partial: torch.Tensor, bias: torch.Tensor | None, y: torch.Ten
         HAS_BIAS=bias is not None,
         BLOCK=block,
         num_warps=4,
+        **dependent.options(y.device),
     )
 
 

@@ -14,7 +14,7 @@ from nybble.kernels.linear import RECORDER
 from nybble.service.engine.graphs import Capture, DecodeGraphs
 from nybble.service.engine.inputs import FreshInputs, Limits, StaticInputs
 from nybble.service.engine.protocol import Token
-from nybble.service.engine.sampler import Draft, draw, score
+from nybble.service.engine.sampler import Draft, draw, score, warm
 from nybble.service.engine.scheduler import Chunk, Step
 from nybble.service.engine.sequence import Sequence
 from nybble.service.models import Batch, Decoder
@@ -119,7 +119,9 @@ class Runner:
         with torch.inference_mode():
             if self._static is None:
                 row = torch.zeros(1, dtype=torch.int64, device=self.device)
-                self.model.forward(Batch(row, row, [Span(1, 1, [0])]))
+                logits = self.model.forward(Batch(row, row, [Span(1, 1, [0])]))
+                if self.runs_ahead:  # a CPU has nothing to compile there, and its steps are timed
+                    warm(logits)
             else:
                 self._warm_up(self._static)
         RECORDER.reset()
@@ -153,7 +155,7 @@ class Runner:
         count = min(rows, self._limits.kv_blocks * size, self._limits.max_model_len)
         ids = [self._token(i) for i in range(count)]
         span = Span(count, count, range(-(-count // size)))
-        self.model.forward(static.batch("prefill", ids, range(count), [span], [count - 1]))
+        warm(self.model.forward(static.batch("prefill", ids, range(count), [span], [count - 1])))
 
     def _prompt_blocks(self, wanted: int) -> int:
         """Blocks that `_prompt` has filled whole and that every row of a test problem can share; at most `wanted`."""
@@ -274,7 +276,7 @@ class Runner:
 
 
 def _token_ids(flight: Flight, sequences: list[Sequence]) -> torch.Tensor:
-    """int64 [R] on the device: what a flight of one pass gives these of its sequences, in its order."""
+    """int [R] on the device: what a flight of one pass gives these of its sequences, in its order."""
     ((done, draft),) = flight
     if len(sequences) == len(done):
         return draft.token_ids()

@@ -5,7 +5,7 @@ then one uniform number per row picks from the cumulative distribution. A row's 
 its own number alone, never on its neighbours. Log-probabilities are those of the unchanged logits.
 
 On a GPU nothing here waits for the device: what rows ask for goes there in one copy, tokens come back in one copy
-(`Draft`), and the host reads them when it needs them.
+(`Draft`), and the host reads them when it needs them. Where all rows are plainly greedy that is two launches and the copy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nybble.kernels.fused.selfcheck import best_problem
 from nybble.service.engine.protocol import LOGPROB_FLOOR, SamplingParams, Token
 from nybble.service.engine.sequence import Sequence
 
@@ -41,20 +42,21 @@ class Draft:
         return self._tokens
 
     def token_ids(self, rows: Rows[int] | None = None) -> torch.Tensor:
-        """int64 [R] on the device, of all rows or of these, without waiting for it; any id where there is no token."""
+        """int [R] on the device, of all rows or of these, without waiting for it; some index of the vocabulary where there is
+        no token. That of a top-p row that has to be drawn again when it is read is not final."""
         ids = torch.tensor([0 if token is None else token.token_id for token in self._tokens])
         return ids if rows is None else ids[list(rows)]
 
 
 class _DeviceDraft(Draft):
-    """A draft that is still being computed: `packed`, one row of numbers per answer, the first of which are the `chosen`
-    ids, is on its way to the host."""
+    """A draft that is still being computed: `packed`, the numbers that `read` makes tokens of, is on its way to the host. Its
+    first numbers are the ids."""
 
     def __init__(
-        self, chosen: torch.Tensor, packed: torch.Tensor, read: Callable[[list[Any]], list[Token | None]]
+        self, ids: torch.Tensor, packed: torch.Tensor, read: Callable[[list[Any]], list[Token | None]]
     ) -> None:
         super().__init__([])
-        self._chosen = chosen
+        self._ids = ids
         self._read = read
         self._arrived: Any = None
         if packed.device.type == "cpu":
@@ -69,16 +71,15 @@ class _DeviceDraft(Draft):
     def tokens(self) -> list[Token | None]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        numbers = self._packed.tolist()
-        tokens = self._read(numbers)
-        pairs = zip(tokens, numbers, strict=False)
-        self.redrawn = frozenset(r for r, (token, i) in enumerate(pairs) if token and token.token_id != i)
+        tokens = self._read(self._packed.tolist())
+        told = enumerate(self._packed.flatten()[: len(tokens)].tolist())
+        self.redrawn = frozenset(r for r, i in told if (token := tokens[r]) and token.token_id != i)
         return tokens
 
     def token_ids(self, rows: Rows[int] | None = None) -> torch.Tensor:
         if rows is None:
-            return self._chosen
-        return self._chosen.index_select(0, _upload(rows, torch.int64, self._chosen.device))
+            return self._ids
+        return self._ids.index_select(0, _upload(rows, torch.int64, self._ids.device))
 
 
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None]:
@@ -93,28 +94,42 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: int = 0) -> Dra
     after this call.
     """
     params = [s.request.sampling for s in sequences]
-    # Rows that may be drawn again are looked at again when they are read.
-    scores = logits.to(torch.float32, copy=any(p.top_p < 1 for p in params))
     special = [r for r, p in enumerate(params) if _needs_work(p)]
     wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
-    if scores.device.type == "cpu" and not special and not wanted:
-        return Draft([Token(i) if ok else None for i, ok in zip(*_best_on_cpu(scores), strict=True)])
+    if not special and not wanted:
+        return _greedy(logits)
     uniform = [sequences[r].uniform(ahead) for r in special]
-    return _draw(scores, sequences, special, uniform, wanted, _TOP_P_CANDIDATES)
+    # Rows that may be drawn again are looked at again when they are read.
+    scores = logits.to(torch.float32, copy=any(p.top_p < 1 for p in params))
+    return _draw(scores, _best(logits), sequences, special, uniform, wanted, _TOP_P_CANDIDATES)
+
+
+def _greedy(logits: torch.Tensor) -> Draft:
+    """`draw` where every row takes its best and wants no log-probabilities."""
+
+    def read(numbers: Rows[list[Any]]) -> list[Token | None]:
+        return [Token(i) if ok else None for i, ok in zip(*numbers, strict=True)]
+
+    if logits.device.type == "cpu":
+        return Draft(read(_best_on_cpu(logits)))
+    best = _best(logits)
+    return _DeviceDraft(best[0], best, read)
 
 
 def _draw(
     scores: torch.Tensor,
+    best: torch.Tensor,
     sequences: Rows[Sequence],
     special: list[int],
     uniform: list[float],
     wanted: list[int],
     candidates: int,
 ) -> Draft:
-    """special: rows that are not plainly greedy, with their uniform numbers. wanted: rows with log-probabilities.
-    candidates: how many a top-p row looks at; a row that needs more is drawn again, whole, when it is read."""
+    """best: `_best` of the scores. special: rows that are not plainly greedy, with their uniform numbers. wanted: rows
+    with log-probabilities. candidates: how many a top-p row looks at; a row that needs more is drawn again, whole, when it
+    is read."""
     params = [s.request.sampling for s in sequences]
-    chosen, finite = _best(scores)
+    chosen, finite = best.to(torch.int64).unbind()
     settled = torch.ones_like(finite)
     if special:
         at = _upload(special, torch.int64, scores.device)
@@ -123,7 +138,7 @@ def _draw(
             _penalise(rows[i], sequences[r])
         picked, enough = _pick(rows, [params[r] for r in special], uniform, candidates)
         chosen = chosen.index_copy(0, at, picked)
-        settled = settled.index_copy(0, at, enough)
+        settled = settled.index_copy(0, at, enough.to(torch.int64))
     columns = [chosen, finite, settled]
     alternatives = [params[r].logprobs or 0 for r in wanted]
     if wanted:
@@ -136,7 +151,8 @@ def _draw(
         token_ids = [int(i) for i in numbers[:count]]
         tokens: list[Token | None] = [Token(i) for i in token_ids]
         if not all(numbers[2 * count : 3 * count]):
-            return _draw(scores, sequences, special, uniform, wanted, scores.shape[1]).tokens()
+            whole = scores.shape[1]
+            return _draw(scores, best, sequences, special, uniform, wanted, whole).tokens()
         if wanted:
             described = _tokens([token_ids[r] for r in wanted], alternatives, numbers[3 * count :])
             for r, token in zip(wanted, described, strict=True):
@@ -175,26 +191,35 @@ def _needs_work(p: SamplingParams) -> bool:
     )
 
 
-def _best_on_cpu(scores: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Index of each row's largest score (the first of equals), and whether all of the row's scores are finite.
+def _best_on_cpu(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Index of each row's largest logit (the first of equals), and whether all of the row's logits are finite.
 
     numpy, whose argmax is ten times torch's on a CPU (4 against 43 us at V = 49152). In numpy as in torch a NaN anywhere
     in a row is both its largest and its smallest.
     """
-    array = scores.numpy()
+    array = logits.to(torch.float32).numpy()
     index = array.argmax(axis=-1).tolist()
     least = array.min(axis=-1).tolist()
     finite = [math.isfinite(array[r, i]) and math.isfinite(least[r]) for r, i in enumerate(index)]
     return index, finite
 
 
-def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_best_on_cpu` on any device: int64 [R], bool [R]."""
-    if scores.device.type == "cpu":
-        index, finite = _best_on_cpu(scores)
-        return torch.tensor(index), torch.tensor(finite)
-    least, most = scores.aminmax(dim=-1)
-    return scores.argmax(dim=-1), torch.isfinite(least) & torch.isfinite(most)
+def warm(logits: torch.Tensor) -> None:
+    """Have compiled what draws from such logits [R, V], before requests come."""
+    _best(logits)
+
+
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    """`_best_on_cpu` on any device, of any floating type: int32 [2, R], the indices and 1 where a row is finite."""
+    if logits.device.type == "cpu":
+        return torch.tensor(_best_on_cpu(logits), dtype=torch.int32)
+    if best_problem(logits.device, logits.dtype) is None:
+        from nybble.kernels.fused.argmax import launch_best
+
+        return launch_best(logits)
+    least, most = logits.aminmax(dim=-1)
+    finite = torch.isfinite(least) & torch.isfinite(most)
+    return torch.stack((logits.argmax(dim=-1), finite)).to(torch.int32)
 
 
 def _penalise(row: torch.Tensor, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nybble.kernels.fused.selfcheck import rescore_problem
 from nybble.kernels.linear import W4A16Linear
 from nybble.kernels.linear.int8 import Int8Linear
 
@@ -58,8 +59,11 @@ class RescoredHead:
     def __init__(self, screen: W4A16Linear, weight: torch.Tensor) -> None:
         self.screen = screen
         self.weight = weight
-        self._exact_rows = self.EXACT_ROWS_ON_CPU if weight.device.type == "cpu" else None
+        on_cpu = weight.device.type == "cpu"
+        self._exact_rows = self.EXACT_ROWS_ON_CPU if on_cpu else None
         self.count = min(self.RESCORED, weight.shape[0])
+        # Whether the kernels of kernels/fused/rescore.py do it: torch's topk of a whole vocabulary sorts it on a GPU.
+        self.fused = not on_cpu and rescore_problem(weight.device, weight.dtype) is None
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +77,11 @@ class RescoredHead:
         if self.is_exact(x.shape[0]):
             return torch.nn.functional.linear(x, self.weight)
         logits = self.screen(x)
+        if self.fused:
+            from nybble.kernels.fused.rescore import largest, rescore
+
+            rescore(logits, largest(logits, self.count), self.weight, x)
+            return logits
         best = logits.topk(self.count, dim=-1, sorted=False).indices
         exact = torch.bmm(self.weight[best], x.unsqueeze(-1)).squeeze(-1)
         return logits.scatter_(1, best, exact)

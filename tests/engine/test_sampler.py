@@ -186,6 +186,34 @@ def test_a_gpu_chooses_what_a_cpu_does_without_waiting():
     assert [i for i, _ in got[2].top] == [i for i, _ in expected[2].top]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_greedy_rows_on_a_gpu(dtype):
+    logits = torch.randn(5, 50257, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, 50000] = float("-inf")
+    logits[3, 7:9] = 20
+    sequences = [sequence() for _ in logits]
+    draft = sampler.draw(logits.cuda(), sequences)
+    expected = [t and t.token_id for t in sample(logits, sequences)]
+    assert expected[1] is None and expected[3] == 7
+    assert [t and t.token_id for t in draft.tokens()] == expected
+    ids = draft.token_ids().tolist()
+    assert draft.token_ids().is_cuda and all(e is None or i == e for i, e in zip(ids, expected, strict=True))
+    assert 0 <= ids[1] < 50257
+
+
+def test_greedy_rows_are_the_same_beside_others():
+    """The two ways to a draft: rows that all take their best, and rows among which one does not."""
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    logits[2, 5] = float("nan")
+    greedy = sample(logits, [sequence() for _ in logits])
+    mixed = sampler.draw(logits, [sequence(), sequence(logprobs=1), sequence(), sequence(temperature=1.0)])
+    tokens = mixed.tokens()
+    assert tokens[0] == greedy[0] and tokens[2] is greedy[2] is None
+    assert tokens[1].token_id == greedy[1].token_id
+    assert [int(i) for i in mixed.token_ids()[[0, 1, 3]]] == [tokens[r].token_id for r in (0, 1, 3)]
+
+
 def test_a_number_belongs_to_its_place_however_often_and_early_it_is_asked_for():
     s, undisturbed = sequence(temperature=1.0, seed=9), sequence(temperature=1.0, seed=9)
     wanted = [undisturbed.random.random() for _ in range(7)]
@@ -227,7 +255,7 @@ def test_ids_are_told_before_the_tokens_are_read(fields):
     logits = torch.randn(len(fields), 300, generator=torch.Generator().manual_seed(0))
     draft = sampler.draw(logits, [sequence(**f) for f in fields])
     ids = draft.token_ids()
-    assert ids.dtype == torch.int64 and draft.token_ids([len(fields) - 1]).tolist() == ids[-1:].tolist()
+    assert draft.token_ids([len(fields) - 1]).tolist() == ids[-1:].tolist()
     assert [t.token_id for t in draft.tokens()] == ids.tolist() and not draft.redrawn
 
 

@@ -1,4 +1,4 @@
-"""The fused kernels between GEMMs, and gates inside them, on a real GPU at the sizes of real models."""
+"""The fused kernels between GEMMs, gates inside them, and what reads logits, on a real GPU at the sizes of real models."""
 
 import pytest
 import torch
@@ -8,8 +8,10 @@ from weights import make_weight  # noqa: E402
 
 from nybble.kernels.activation import GATED  # noqa: E402
 from nybble.kernels.fused.activation import gated, gated_reference  # noqa: E402
+from nybble.kernels.fused.argmax import best_rows, best_rows_reference  # noqa: E402
 from nybble.kernels.fused.kv_write import norm_rope_write, norm_rope_write_reference  # noqa: E402
 from nybble.kernels.fused.norm import add_rms_norm, add_rms_norm_reference  # noqa: E402
+from nybble.kernels.fused.rescore import are_largest, largest, rescore, rescore_reference  # noqa: E402
 from nybble.kernels.linear import Parts, W4A16Linear, linear_reference  # noqa: E402
 from nybble.kernels.packing import interleave_halves, take_rows  # noqa: E402
 from nybble.kernels.testing import TOLERANCE, assert_close, errors  # noqa: E402
@@ -126,3 +128,40 @@ def test_a_captured_gate_replays_what_it_computes(gpu):
             y.fill_(float("nan"))
             graph.replay()
             torch.testing.assert_close(y, layer.gated(x, "silu"))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, torch.float32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [(1, 151936), (3, 49152), (64, 128256), (512, 32000), (2, 262144), (5, 50257)],
+    ids=str,
+)
+def test_the_best_and_the_largest_of_a_vocabulary(rows, vocab, dtype, gpu):
+    gen = torch.Generator().manual_seed(vocab)
+    logits = (4 * torch.randn(rows, vocab, generator=gen)).to(dtype)
+    logits[-1, vocab // 3] = float("nan")
+    on = logits.to(gpu)
+    y = best_rows(on).cpu()
+    y[0] = torch.where(y[1] > 0, y[0], -1)
+    assert torch.equal(y, best_rows_reference(logits))
+    chosen = largest(on, 32)
+    assert are_largest(logits, chosen.cpu())
+    weight = torch.randn(vocab, 256, generator=gen).to(dtype)
+    x = torch.randn(rows, 256, generator=gen).to(dtype) / 16
+    rescore(on, chosen, *put(gpu, weight, x))
+    want = rescore_reference(logits, chosen.cpu(), weight, x).nan_to_num()
+    assert_close(on.nan_to_num(), want, BF16 if dtype is BF16 else FP16)
+    assert on.isnan().sum() == 1
+
+
+def test_captured_choices_are_those_of_the_logits_at_replay(gpu):
+    logits = torch.randn(4, 151936, device=gpu).to(BF16)
+    best_rows(logits), largest(logits, 32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, chosen = best_rows(logits), largest(logits, 32)
+    for _ in range(2):
+        logits.copy_(torch.randn(4, 151936, device=gpu))
+        graph.replay()
+        assert torch.equal(y.cpu(), best_rows_reference(logits.cpu()))
+        assert are_largest(logits.cpu(), chosen.cpu())

@@ -51,6 +51,7 @@ class Trace(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.names = []
+        self.dependent = []  # of each Triton launch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func.name().split("::")
@@ -118,11 +119,14 @@ def trace_of(monkeypatch, name, arch, rows, layers):
 
     def run(self, *args, **kwargs):
         trace.names.append(self.fn.__name__)
+        trace.dependent.append((bool(kwargs.get("DEPENDENT")), bool(kwargs.get("launch_pdl"))))
 
     monkeypatch.setattr(skinny, "apply", csrc)
     patches = [mock.patch.object(kind, "run", run) for kind in (InterpretedFunction, JITFunction)]
     with patches[0], patches[1], torch.inference_mode(), trace:
         model.forward(batch)
+    # Launched as one that waits and compiled to wait, or neither.
+    assert set(trace.dependent) == {(arch == "sm_90", arch == "sm_90")}
     return trace.names
 
 

@@ -63,6 +63,8 @@ class Resources:
     scratch_bytes: int
     lds_bytes: int
     code_sha256: str
+    # CUDA: see _until_wait.
+    until_wait: tuple[str, ...] = ()
 
 
 class _Driver:
@@ -239,4 +241,33 @@ def _cuda_resources(compiled: Any) -> Resources:
         scratch_bytes=found["STACK"] + found["LOCAL"],
         lds_bytes=compiled.metadata.shared,
         code_sha256=hashlib.sha256(cubin).hexdigest(),
+        until_wait=_until_wait(compiled),
     )
+
+
+def _until_wait(compiled: Any) -> tuple[str, ...]:
+    """Memory that the code touches before it waits for the launch before it, "load cache_ptr" by the argument that an
+    address was made from, "store ..."; "next" where the next launch may start; last "wait", if there is one."""
+    arguments = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    made_from: dict[str, set[str]] = {}  # register -> arguments
+    found = []
+    for line in compiled.asm["ptx"].splitlines():
+        code = line.split("//")[0].strip()
+        if "griddepcontrol" in code:
+            found.append("wait" if "wait" in code else "next")
+            if found[-1] == "wait":
+                break
+            continue
+        registers = re.findall(r"%\w+", code)
+        sources = set().union(*(made_from.get(name, set()) for name in registers[1:]))
+        sources |= {arguments[int(i)] for i in re.findall(r"_param_(\d+)\]", code) if int(i) < len(arguments)}
+        if memory := re.search(r"\b(ld|st|atom|red)\.global|cp\.async\.c", code):
+            address = re.search(r"\[\s*(%\w+)", code)
+            assert address is not None, code
+            kind = "store" if memory[1] in ("st", "atom", "red") else "load"
+            found += [f"{kind} {name}" for name in made_from.get(address[1], set()) if name.endswith("_ptr")]
+        elif registers:
+            made_from[registers[0]] = (
+                made_from.get(registers[0], set()) | sources if code.startswith("@") else sources
+            )
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""Attention, norm, rotation with KV write, and gates for `rdna_worker.py`: (result, reference, launches) of a case."""
+"""Attention, norm, rotation with KV write, gates and what reads logits, for `rdna_worker.py`: (result, reference, launches) of a case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from rdna_device import Launch, pretend
 
 from nybble.kernels.attention import triton_paged
-from nybble.kernels.fused import activation, kv_write, norm
+from nybble.kernels.fused import activation, argmax, kv_write, norm, rescore
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Result = tuple[torch.Tensor, torch.Tensor, list[Launch]]
@@ -99,4 +99,47 @@ def gate(case: dict[str, Any]) -> Result:
     return y, activation.gated_reference(x, bias, interleaved, name), launches
 
 
-RUNNERS = {"attention": attention, "add_norm": add_norm, "write": write, "gate": gate}
+def _logits(case: dict[str, Any]) -> torch.Tensor:
+    """[R, V] with many equals, the last row not finite in its last column."""
+    rows, vocab = case["shape"]
+    gen = torch.Generator().manual_seed(vocab)
+    logits = (8 * torch.randn(rows, vocab, generator=gen)).round().to(DTYPES[case["dtype"]])
+    logits[-1, -1] = case.get("last", float("nan"))
+    return logits
+
+
+def best(case: dict[str, Any]) -> Result:
+    """An index is right or wrong, not nearly right: 1 where it is what it should be."""
+    logits = _logits(case)
+    with _pretend(case) as launches:
+        y = argmax.best_rows(logits)
+    y[0] = torch.where(y[1] > 0, y[0], -1)
+    right = (y == argmax.best_rows_reference(logits)).to(torch.float32)
+    return right, torch.ones_like(right), launches
+
+
+def rescored(case: dict[str, Any]) -> Result:
+    """New logits of a head of K columns; all of them far off where they are not those of the largest."""
+    logits, count, k = _logits(case), case["count"], case["k"]
+    (rows, vocab), gen = logits.shape, torch.Generator().manual_seed(8)
+    weight = torch.randn(vocab, k, generator=gen).to(logits.dtype)
+    x = (torch.randn(rows, k, generator=gen) / k**0.5).to(logits.dtype)
+    before = logits.clone()
+    with _pretend(case) as launches:
+        chosen = rescore.largest(logits, count)
+        rescore.rescore(logits, chosen, weight, x)
+    if not rescore.are_largest(before, chosen):
+        return torch.zeros(1), torch.ones(1), launches
+    want = rescore.rescore_reference(before, chosen, weight, x)
+    assert bool(logits[-1, -1].isnan()), "a NaN stays"
+    return logits.nan_to_num(), want.nan_to_num(), launches
+
+
+RUNNERS = {
+    "attention": attention,
+    "add_norm": add_norm,
+    "write": write,
+    "gate": gate,
+    "best": best,
+    "rescored": rescored,
+}

@@ -1,4 +1,4 @@
-"""The kernels between a layer's GEMMs for the three RDNA chips: compiled within their resources, and run in the emulator."""
+"""The kernels between a layer's GEMMs and those that read logits for the three RDNA chips: compiled within their resources, and run in the emulator."""
 
 from __future__ import annotations
 
@@ -71,6 +71,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "k": 128,
         "activation": "gelu_tanh",
     },
+    "best": {"kernel": "best", "shape": (3, 4999)},
+    "best-inf": {"kernel": "best", "shape": (2, 70), "last": float("-inf")},
+    "rescored": {"kernel": "rescored", "shape": (2, 2999), "count": 32, "k": 96},
+    "rescored-few": {"kernel": "rescored", "shape": (3, 100), "count": 5, "k": 1100},
 }
 
 # Real sizes, compiled for every chip.
@@ -95,6 +99,9 @@ REAL: dict[str, dict[str, Any]] = {
     "5376-normed": {"kernel": "add_norm", "shape": (1, 5376), "splits": 4, "norm_x": True},
     "8b": {"kernel": "write", "heads": (32, 8, 128), "rows": 1, "norm": True, "splits": 8},
     "12288": {"kernel": "gate", "shape": (1, 12288), "splits": 2},
+    "151936": {"kernel": "best", "shape": (1, 151936)},
+    "151936x32": {"kernel": "rescored", "shape": (1, 151936), "count": 32, "k": 64},
+    "262144x32": {"kernel": "rescored", "shape": (2, 262144), "count": 32, "k": 64},
 }
 
 
@@ -118,6 +125,24 @@ def _cases(shapes: dict[str, dict[str, Any]], run: bool) -> list[dict[str, Any]]
 
 RUN, COMPILED = _cases(SHAPES, True), _cases(REAL, False)
 
+# id -> the case, and from what its kernels may load before they wait for the launch before them.
+STEP = {"q_start_ptr", "kv_len_ptr", "table_ptr"}
+DEPENDENT: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "decode": (SHAPES["decode"], STEP),
+    "prefill": (SHAPES["prefill"], STEP - {"table_ptr"}),
+    "parts": (SHAPES["parts"], {"weight_ptr"}),
+    "normed": (SHAPES["normed"], {"weight_ptr", "x_weight_ptr"}),
+    "qk-norm": (SHAPES["qk-norm"], {"norm_ptr", "angles_ptr", "position_ptr", "slot_ptr"}),
+    "no-norm": (SHAPES["no-norm"], {"angles_ptr", "position_ptr", "slot_ptr"}),
+    "halves": (SHAPES["halves"], set()),
+    "in-gemm": (SHAPES["in-gemm"], set()),
+    "split": (
+        {"kernel": "skinny", "symmetric": True, "g": 64, "m": 40, "n": 64, "k": 512}
+        | {"tile": {"block_m": 16, "block_n": 64, "block_k": 64, "num_warps": 4, "split_k": 4}},
+        set(),
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def executed() -> dict[str, dict[str, Any]]:
@@ -127,6 +152,27 @@ def executed() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
     return results_by_id(COMPILED)
+
+
+@pytest.fixture(scope="module")
+def dependent() -> dict[str, dict[str, Any]]:
+    cases = [{"arch": "sm_90", "dtype": "bf16", "id": name} | case for name, (case, _) in DEPENDENT.items()]
+    return dict(zip(DEPENDENT, results_by_id(cases).values(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_a_dependent_launch_waits_before_it_touches_what_others_write(
+    name: str, dependent: dict[str, dict[str, Any]]
+):
+    assert "error" not in dependent[name], dependent[name]["error"]
+    seen: set[str] = set()
+    for launch in dependent[name]["launches"]:
+        first, *others, last = launch["until_wait"]
+        assert (first, last) == ("next", "wait"), launch["until_wait"]
+        assert set(others) <= {f"load {argument}" for argument in DEPENDENT[name][1]}, launch["until_wait"]
+        seen |= set(others)
+    assert len(seen) == len(DEPENDENT[name][1])
 
 
 @needs_emulator

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nybble.service.bench_engine import EngineBench, decode, engine_of, prefill, step_bytes
+from nybble.service.bench_engine import EngineBench, _shares, decode, engine_of, prefill, step_bytes
 from nybble.service.bench_serve import _row, _Stream
 from nybble.service.cli import UsageError, app
 
@@ -29,6 +29,27 @@ def test_a_step_is_split_into_parts_that_make_it_up(head):
     assert all(ms >= 0 for ms in row.parts_ms.values()) and row.parts_ms["gemm cpu"] > 0
     assert 0 < row.host_ms < row.tpot_ms
     assert again.limit_ms < row.limit_ms
+
+
+def test_a_batch_runs_side_by_side_from_its_first_timed_step(monkeypatch):
+    """Prompts longer than a step may compute beside streams: they come from the prefix cache, and none ends too soon."""
+    with engine_of(tiny(batches=(5,), contexts=(200,))) as engine:
+        rows, launch = [], engine.runner.launch
+
+        def recorded(step):
+            rows.append((len(step.decode), len(step.prefill), sorted(s.computed for s in step.decode)))
+            return launch(step)
+
+        monkeypatch.setattr(engine.runner, "launch", recorded)
+        decode(engine, 5, 200, 6, rate=1e10)
+    timed = rows[-6 - 8 - 1 :]
+    assert [row[:2] for row in timed[:-1]] == [(5, 0)] * 14
+    assert all(200 - 16 <= n <= 200 + 16 for row in timed[3:9] for n in row[2])
+
+
+def test_kernels_that_overlap_are_counted_once():
+    spans = [("nybble_skinny_w4a16", 0.0, 10.0), ("reduce_splits", 8.0, 13.0), ("x", 20.0, 21.0)]
+    assert _shares(spans) == {"gemm int4": 10.0, "attention": 3.0, "rest": 1.0}
 
 
 def test_the_bytes_of_a_step_are_those_it_reads():

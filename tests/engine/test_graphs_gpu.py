@@ -7,6 +7,8 @@ import torch
 from model_folders import folders, prompts
 
 from nybble.kernels import native
+from nybble.kernels.attention.paged import PagedAttention
+from nybble.service.checkpoints.random_weights import random_folder
 from nybble.service.engine import load, pacing, sampler
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 
@@ -93,6 +95,54 @@ def test_nothing_compiles_or_allocates_after_the_start():
     torch.cuda.synchronize()
     assert native.JIT_RECORDER.counts() == compiled, "compiled under load"
     assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == after_first
+
+
+def test_ten_thousand_requests_leave_memory_where_it_was():
+    engine = build(folders()[0], max_running=64)
+    vocab = engine.info.vocab_size
+
+    def serve(seed, count):
+        rng = random.Random(seed)
+        waiting = [
+            Request(
+                f"{seed}-{i}",
+                tuple(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 12))),
+                SamplingParams(rng.randrange(1, 5), temperature=rng.choice((0.0, 1.0)), ignore_eos=True),
+                0.0,
+            )
+            for i in range(count)
+        ]
+        ended = 0
+        while waiting or engine.has_work:
+            for _ in range(min(64, len(waiting))):
+                engine.add(waiting.pop())
+            ended += sum(out.finish_reason == "length" for out in engine.step())
+        assert ended == count
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = serve(1, 500)
+    assert serve(2, 10_000) == before
+
+
+def test_loading_takes_at_most_a_gibibyte_beyond_the_weights(monkeypatch, tmp_path):
+    """Eight billion random weights in groups of 128. The cache is made last, of the size that was planned."""
+    peaks = []
+    allocate = PagedAttention.allocate
+
+    def recorded(self, shape, device):
+        peaks.append(torch.cuda.max_memory_allocated())
+        allocate(self, shape, device)
+
+    monkeypatch.setattr(PagedAttention, "allocate", recorded)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    folder = random_folder(tmp_path / "8b", "qwen3-8b", 128, 256)
+    engine = build(folder, dtype="bfloat16", max_running=1, kv_cache_bytes=1 << 30)
+    weights = engine._runner.model.nbytes
+    assert weights > 5 << 30 and peaks[0] - before <= weights + (1 << 30)
+    assert engine._runner.model.attention.whole.nbytes == engine.info.memory.pools["kv_cache"]
 
 
 def test_a_capture_that_fails_in_the_middle_leaves_a_working_engine(monkeypatch):

@@ -609,6 +609,23 @@ FAULTS = (
         "tests/service/test_doctor.py -k 262144",
     ),
     Fault(
+        "a dependent launch reads before it waits",
+        "kernels/fused/activation.py",
+        "    wait_for_last(DEPENDENT)\n    row = tl.program_id(1).to(tl.int64)\n",
+        "    row = tl.program_id(1).to(tl.int64)\n",
+        "tests/rdna/test_layer_kernels.py -k 'dependent_launch_waits and halves'",
+    ),
+    Fault(
+        "a batch to be timed begins one by one",
+        "service/bench_engine.py",
+        """        engine.add(_request(engine, "prompt", first, 1, seed=i))
+        while engine.has_work:
+            engine.step()
+""",
+        "",
+        "tests/service/test_bench_engine.py -k side_by_side",
+    ),
+    Fault(
         "the kernel's version counts more than the fix that it shows",
         "service/doctor/facts.py",
         "if rule.shown_by_cwsr:",

@@ -618,7 +618,8 @@ FAULTS = (
     Fault(
         "a batch to be timed begins one by one",
         "service/bench_engine.py",
-        """        engine.add(_request(engine, "prompt", first, 1, seed=i))
+        """    for i in range(batch):
+        engine.add(_request(engine, "prompt", first, 1, seed=i))
         while engine.has_work:
             engine.step()
 """,

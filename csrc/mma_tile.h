@@ -76,6 +76,14 @@ NYBBLE_DEV Quad load_matrices(u32 row) {
   return q;
 }
 
+NYBBLE_DEV Quad load_chunk(u32 at) {
+  Quad q;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(q.word[0]), "=r"(q.word[1]), "=r"(q.word[2]), "=r"(q.word[3])
+               : "r"(at));
+  return q;
+}
+
 // c[16 rows of w, 8 rows of x] += a b; a: rows g and g + 8 (low, high), two pairs of k each.
 NYBBLE_DEV void multiply(Half, float (&c)[4], Pair low0, Pair high0, Pair low1, Pair high1, Pair b0, Pair b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -123,9 +131,9 @@ struct MmaTile {
   static constexpr int TILES = ROWS / 16, EIGHTS = ROWS / 8;
   static constexpr int X_TILES = (M + 7) / 8;
   static constexpr int PER_GROUP = GROUP / GRANULE, GROUPS = STEP / PER_GROUP;  // granules of a group, groups of a step
-  static constexpr bool START = PER_GROUP == 1 && GROUPS == 4;
-  static constexpr bool AFTER = !START && !Type::FINE && X_TILES * GROUPS <= STEP;
-  static constexpr bool TOGETHER = START && ZEROS;
+  static constexpr bool TOGETHER = PER_GROUP == 1 && ZEROS;
+  static constexpr bool START = PER_GROUP == 1 && (Type::FINE || !ZEROS);
+  static constexpr bool AFTER = PER_GROUP > 1 && !Type::FINE && X_TILES * GROUPS <= STEP;
   static constexpr int W_BYTES = ROWS * STEP * GRANULE_BYTES;
   static constexpr int X_ROW_BYTES = STEP * GRANULE * 2;
   static constexpr int STAGE_BYTES = W_BYTES + M * X_ROW_BYTES;
@@ -143,6 +151,11 @@ struct MmaTile {
     return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / STEP) % STEP)) * GRANULE_BYTES;
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
+  // A step's stage comes after the last one's, the first one's after the end.
+  static NYBBLE_METHOD u32 next_stage(u32 stage, u32 ring) {
+    stage += STAGE_BYTES;
+    return stage == ring + STAGES * STAGE_BYTES ? ring : stage;
+  }
 
   // A wave's scales, then zero points, step by step: of each, all rows' side by side. A row's scales of a step are read at
   // once; where that is less than a word, a word has two steps.
@@ -191,14 +204,13 @@ struct MmaTile {
       w_row[i] = kept(p.w + u64(n) * u32(p.w_stride) + smaller(first_granule, granules - 1) * GRANULE_BYTES);
       if (i < SWIZZLES) w_to[i] = w_place(row, copied_granule);
     }
-    const auto fetch_w = [&](int step) {
+    const auto fetch_w = [&](int step, u32 stage) {
       // Past the end of the row, which only a last step can be, zeros are written; the address stays inside.
       const bool present = first_granule + step * STEP < granules;
       const u32 from = present ? step * (STEP * GRANULE_BYTES) : 0;
-      const u32 to = ring_address + step % STAGES * STAGE_BYTES;
       NYBBLE_UNROLL
       for (int i = 0; i < ROWS / COPIED; i++) {
-        copy_once(to + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES), w_row[i] + from,
+        copy_once(stage + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES), w_row[i] + from,
                   present, policy);
       }
     };
@@ -206,23 +218,24 @@ struct MmaTile {
     constexpr int CHUNKS = STEP * 4, X_COPIED = WAVE / CHUNKS, X_COPIES = (M + X_COPIED - 1) / X_COPIED;
     const int copied_chunk = lane % CHUNKS, copied_m = lane / CHUNKS;
     const u8* const x_base = p.x + u64(slice.first) * X_ROW_BYTES + copied_chunk * 16;
-    u32 x_row[X_COPIES];
+    u32 x_row[X_COPIES], x_to[2];  // copies i and i + 2 are to rows of one parity
+    NYBBLE_UNROLL
+    for (int i = 0; i < 2; i++) x_to[i] = W_BYTES + x_place(i * X_COPIED + copied_m, copied_chunk);
     NYBBLE_UNROLL
     for (int i = 0; i < X_COPIES; i++) x_row[i] = smaller(i * X_COPIED + copied_m, p.m - 1) * u32(p.x_stride);
-    const auto fetch_x = [&](int step) {
+    const auto fetch_x = [&](int step, u32 stage) {
       const bool present = (slice.first + step) * (STEP * GRANULE) + copied_chunk * 8 < p.k;
       const u8* const from = present ? x_base + step * X_ROW_BYTES : p.x;
-      const u32 to = ring_address + step % STAGES * STAGE_BYTES + W_BYTES;
       NYBBLE_UNROLL
       for (int i = 0; i < X_COPIES; i++) {
-        const int m = i * X_COPIED + copied_m;
-        if (M % X_COPIED == 0 || m < M) copy(to + x_place(m, copied_chunk), from + x_row[i], present);
+        const u32 to = stage + x_to[i % 2] + i / 2 * (2 * X_COPIED * X_ROW_BYTES);
+        if (M % X_COPIED == 0 || i * X_COPIED + copied_m < M) copy(to, from + x_row[i], present);
       }
     };
 
     NYBBLE_UNROLL
     for (int step = 0; step < STAGES - 1; step++) {
-      if (step < steps) fetch_w(step);
+      if (step < steps) fetch_w(step, ring_address + step * STAGE_BYTES);
     }
     // Scales and zero points of the whole slice, in whole words; where a row of scales begins in the middle of one, one by
     // one.
@@ -252,7 +265,7 @@ struct MmaTile {
     wait_for_last_launch();
     NYBBLE_UNROLL
     for (int step = 0; step < STAGES - 1; step++) {
-      if (step < steps) fetch_x(step);
+      if (step < steps) fetch_x(step, ring_address + step * STAGE_BYTES);
       end_copies();
     }
     if (groups < steps * GROUPS) {
@@ -268,32 +281,50 @@ struct MmaTile {
       }
     }
 
-    // ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1.
-    const int matrix_row = lane % 16, matrix_granule = lane / 16;
-    Pair column[GROUPS];  // ones in the column of w that lanes (., t = group) have first, else 0
+    // Where a lane reads in a stage. ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule
+    // j + 1. x: rows of one parity have the chunks of granules j and j + 1 in the other order.
+    const int x_row0 = g % (M < 8 ? M : 8);
+    u32 w_at[STEP / 2], x_at[2];
     NYBBLE_UNROLL
-    for (int group = 0; group < GROUPS; group++) column[group] = g == 2 * group ? Type::ONES : 0;
+    for (int j = 0; j < STEP; j += 2) w_at[j / 2] = w_place(lane % 16, j + lane / 16);
+    NYBBLE_UNROLL
+    for (int i = 0; i < 2; i++) x_at[i] = W_BYTES + x_place(x_row0, 4 * i + t);
+    // ones in the column of w that lanes (., t) have as their first, for group t, or as their second, for group t + 4; else 0
+    Pair column[GROUPS];
+    NYBBLE_UNROLL
+    for (int group = 0; group < GROUPS; group++) column[group] = g == group % 4 * 2 + group / 4 ? Type::ONES : 0;
+    u32 stage = ring_address, last_stage = ring_address + (STAGES - 1) * STAGE_BYTES;
     for (int step = 0; step < steps; step++) {
       wait_for_copies<STAGES - 2>();
       __syncwarp();
-      const u8* stage = ring + step % STAGES * STAGE_BYTES;
-      const u32 w_stage = ring_address + step % STAGES * STAGE_BYTES;
 
       float sum[TILES][X_TILES][4];
       float x_sum[X_TILES][4];     // AFTER: of the group so far, for the rows of x that `sum` is of
-      float sum_of_t[X_TILES][4];  // TOGETHER: lane (g, t)'s is of x row g over group t
+      float sum_of_t[X_TILES][4];  // TOGETHER: lane (g, t) has x row g's over groups t and t + 4, each in two parts
       NYBBLE_UNROLL
       for (int i = 0; i < X_TILES * 4; i++) sum_of_t[i / 4][i % 4] = 0;
       StepScales step_scales[EIGHTS];
-      NYBBLE_UNROLL
-      for (int e = 0; e < EIGHTS; e++) step_scales[e] = StepScales(scales + scale_place(8 * e + g, step, 0));
+      Quad x[2][X_TILES], w[TILES];
       NYBBLE_UNROLL
       for (int j = 0; j < STEP; j += 2) {
-        Quad x[2][X_TILES];
         NYBBLE_UNROLL
         for (int i = 0; i < 2 * X_TILES; i++) {
-          const int m = (i / 2 * 8 + g) % M, chunk = 4 * (j + i % 2) + t;
-          x[i % 2][i / 2] = *reinterpret_cast<const Quad*>(stage + W_BYTES + x_place(m, chunk));
+          x[i % 2][i / 2] = load_chunk(stage + x_at[i % 2] + j * 64 + i / 2 * (8 * X_ROW_BYTES));
+        }
+        NYBBLE_UNROLL
+        for (int tile = 0; tile < TILES; tile++) {
+          w[tile] = load_matrices(stage + w_at[j / 2] + tile * (16 * STEP * GRANULE_BYTES));
+        }
+        if (j == 0) {
+          NYBBLE_UNROLL
+          for (int e = 0; e < EIGHTS; e++) step_scales[e] = StepScales(scales + scale_place(8 * e + g, step, 0));
+          // All lanes are done with the step before: its stage is free.
+          if (step + STAGES - 1 < steps) {
+            fetch_w(step + STAGES - 1, last_stage);
+            fetch_x(step + STAGES - 1, last_stage);
+          }
+          end_copies();
+          last_stage = stage;
         }
         float of_x[2][X_TILES][4];  // what the sums of granule j + i start at; AFTER: x_sum as far as that
         NYBBLE_UNROLL
@@ -320,10 +351,9 @@ struct MmaTile {
 
         NYBBLE_UNROLL
         for (int tile = 0; tile < TILES; tile++) {
-          const Quad w = load_matrices(w_stage + w_place(16 * tile + matrix_row, j + matrix_granule));
           u32 zero[2][2];  // [rows low, high][granule j, j + 1]
           NYBBLE_UNROLL
-          for (int h = 0; h < 2 && !START; h++) {
+          for (int h = 0; h < 2 && !START && !TOGETHER; h++) {
             load_zeros(zero[h], zeros + zero_place(2 * tile + h, step, j / PER_GROUP), g);
           }
           NYBBLE_UNROLL
@@ -334,12 +364,13 @@ struct MmaTile {
               for (int c = 0; c < X_TILES * 4; c++) sum[tile][c / 4][c % 4] = START ? of_x[i][c / 4][c % 4] : 0;
             }
             Pair low[4], high[4];
-            if constexpr (!START && !AFTER) {
-              exact_pairs<Type>(w.word[2 * i], doubled_zero(zero[0][i]), low, low_nibbles);
-              exact_pairs<Type>(w.word[2 * i + 1], doubled_zero(zero[1][i]), high, low_nibbles);
+            const u32(&word)[4] = w[tile].word;
+            if constexpr (!START && !AFTER && !TOGETHER) {
+              exact_pairs<Type>(word[2 * i], doubled_zero(zero[0][i]), low, low_nibbles);
+              exact_pairs<Type>(word[2 * i + 1], doubled_zero(zero[1][i]), high, low_nibbles);
             } else {
-              raw_pairs<Type, false>(w.word[2 * i], low, low_nibbles);
-              raw_pairs<Type, false>(w.word[2 * i + 1], high, low_nibbles);
+              raw_pairs<Type, false>(word[2 * i], low, low_nibbles);
+              raw_pairs<Type, false>(word[2 * i + 1], high, low_nibbles);
             }
             NYBBLE_UNROLL
             for (int c = 0; c < X_TILES; c++) add(sum[tile][c], low, high, x[i][c]);
@@ -353,7 +384,7 @@ struct MmaTile {
                 NYBBLE_UNROLL
                 for (int c = 0; c < X_TILES; c++) {
                   float value = sum[tile][c][v];
-                  if constexpr (AFTER) value = fmaf(-biased(zero[h][i]), of_x[i][c][v], value);
+                  if constexpr (AFTER) value = fmaf(-biased(zero[h][i], low_nibbles), of_x[i][c][v], value);
                   total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
@@ -361,37 +392,43 @@ struct MmaTile {
           }
         }
       }
-      NYBBLE_UNROLL
-      for (int tile = 0; TOGETHER && tile < TILES; tile++) {
-        float zs[2];  // (z - 8) s of group t, rows g and g + 8
+      if constexpr (TOGETHER) {
         NYBBLE_UNROLL
-        for (int h = 0; h < 2; h++) {
-          const int eight = 2 * tile + h;
-          const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, t)), g);
-          const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, t));
-          zs[h] = (biased(zero) - (128 + SYMMETRIC_ZERO)) * Scale::wide(s);
-        }
-        NYBBLE_UNROLL
-        for (int c = 0; c < X_TILES; c++) {
-          const Halves x(-(sum_of_t[c][0] + sum_of_t[c][2]));
-          if constexpr (Scale::BITS + 3 <= Halves::BITS) {
-            multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
-            multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
-          } else {
-            const Halves low(zs[0]), high(zs[1]);
-            multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
-            multiply_tf32(total[tile][c], low.high, high.high, x.low);
-          }
-        }
+        for (int four = 0; four < GROUPS / 4; four++) take_off(four, sum_of_t, scales, zeros, step, low_nibbles);
       }
-      __syncwarp();
-      if (step + STAGES - 1 < steps) {
-        fetch_w(step + STAGES - 1);
-        fetch_x(step + STAGES - 1);
-      }
-      end_copies();
+      stage = next_stage(stage, ring_address);
     }
     wait_for_copies<0>();
+  }
+
+  // What zero points come to, and what of the bias is in the sums yet, for groups 4 four + t of a step.
+  NYBBLE_METHOD void take_off(int four, const float (&sum_of_t)[X_TILES][4], const u8* scales, const u8* zeros, int step,
+                              u32 low_nibbles) {
+    const int g = lane_index() / 4, t = lane_index() % 4, group = 4 * four + t;
+    constexpr float STARTED_AT = START ? 128 + SYMMETRIC_ZERO : 0;
+    NYBBLE_UNROLL
+    for (int tile = 0; tile < TILES; tile++) {
+      float zs[2];  // rows g and g + 8
+      NYBBLE_UNROLL
+      for (int h = 0; h < 2; h++) {
+        const int eight = 2 * tile + h;
+        const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, group)), g);
+        const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, group));
+        zs[h] = (biased(zero, low_nibbles) - STARTED_AT) * Scale::wide(s);
+      }
+      NYBBLE_UNROLL
+      for (int c = 0; c < X_TILES; c++) {
+        const Halves x(-(sum_of_t[c][four] + sum_of_t[c][2 + four]));
+        if constexpr (START && Scale::BITS + 3 <= Halves::BITS) {
+          multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
+          multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
+        } else {
+          const Halves low(zs[0]), high(zs[1]);
+          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
+          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
+        }
+      }
+    }
   }
 
   // As packed_zero, of bits 16-19. The same number of fp16 in sixteenths: 64 + z = 1024 + z - 960.
@@ -413,7 +450,9 @@ struct MmaTile {
   static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
 
   // 128 + z of a zero point in bits 16-19.
-  static NYBBLE_METHOD float biased(u32 zero) { return as_float((zero & 0x000F0000) | 0x43000000); }
+  static NYBBLE_METHOD float biased(u32 zero, u32 low_nibbles) {
+    return as_float((zero & (low_nibbles & 0xFFFF0000)) | 0x43000000);
+  }
 
   static constexpr u32 SYMMETRIC_ZEROS = 0x88888888;
 

@@ -36,8 +36,10 @@ NYBBLE_DEV void copy_once(u32 to, const u8* from, bool present, u64 policy) {
 NYBBLE_DEV void copy(u32 to, const u8* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
 }
-NYBBLE_DEV void copy_word(u32 to, const u8* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+// BYTES to shared memory, of which some are there, the others zeros.
+template <int BYTES>
+NYBBLE_DEV void copy_some(u32 to, const u8* from, int there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there));
 }
 // An address that stays in its registers: the compiler would work it out anew for every copy.
 NYBBLE_DEV const u8* kept(const u8* p) {
@@ -181,7 +183,8 @@ struct MmaTile {
     const int steps = slice.last - slice.first;
     const int most_steps = ((p.granules() + STEP - 1) / STEP + p.splits * WAVES - 1) / (p.splits * WAVES);
     const int granules = p.granules();
-    const u32 low_nibbles = LOW_NIBBLES + (u32(p.splits) >> 31);  // not a constant, as far as the compiler can tell
+    const u32 none = u32(p.splits) >> 31;  // 0, but not a constant, as far as the compiler can tell
+    const u32 low_nibbles = LOW_NIBBLES + none, zero_mask = ZERO_MASK + none;
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;
     u8* const scales = shared + SHARED_BYTES + wave * side_bytes(most_steps);
@@ -237,28 +240,34 @@ struct MmaTile {
     for (int step = 0; step < STAGES - 1; step++) {
       if (step < steps) fetch_w(step, ring_address + step * STAGE_BYTES);
     }
-    // Scales and zero points of the whole slice, in whole words; where a row of scales begins in the middle of one, one by
-    // one.
+    // Scales and zero points of the whole slice, as many bytes at a time as the addresses of rows allow.
     const int first_group = slice.first * GROUPS;
     const int groups = smaller(steps * GROUPS, granules / PER_GROUP - first_group);
+    const u8* s_row[EIGHTS];
     NYBBLE_UNROLL
     for (int e = 0; e < EIGHTS; e++) {
-      const int row = 8 * e + g;
-      const u8* from = p.scales + u64(smaller(row0 + row, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
-      const bool whole_words = u64(from) % 4 == 0;
-      for (int b = 4 * t; whole_words && b < groups * SCALE_BYTES; b += 16) {
-        copy_word(shared_address(&scale_of(scales, row, b / SCALE_BYTES)), from + b);
-      }
+      s_row[e] = p.scales + u64(smaller(row0 + 8 * e + g, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
+    }
+    const u32 s_address = u32(u64(p.scales)) | u32(p.s_stride) | u32(first_group * SCALE_BYTES);
+    if (s_address % smaller(SCALE_UNIT, 16) == 0) {
+      copy_scales<SCALE_UNIT>(scales, s_row, groups * SCALE_BYTES);
+    } else if (s_address % 4 == 0) {
+      copy_scales<4>(scales, s_row, groups * SCALE_BYTES);
+    } else {
       NYBBLE_NO_UNROLL
-      for (int i = t; !whole_words && i < groups; i += 4) {
-        scale_of(scales, row, i) = load<typename Scale::Bits>(from, i * SCALE_BYTES);
+      for (int i = t; i < groups; i += 4) {
+        NYBBLE_UNROLL
+        for (int e = 0; e < EIGHTS; e++) {
+          scale_of(scales, 8 * e + g, i) = load<typename Scale::Bits>(s_row[e], i * SCALE_BYTES);
+        }
       }
     }
     NYBBLE_UNROLL
     for (int e = 0; ZEROS && e < EIGHTS; e++) {
       const u8* from = p.zeros + u64(smaller(row0 + 8 * e, p.n - 1) / 8) * u32(p.z_stride) + first_group * 4;
+      NYBBLE_NO_UNROLL
       for (u32 i = lane; i < groups; i += WAVE) {
-        copy_word(shared_address(zeros) + zero_place(e, i / GROUPS, i % GROUPS), from + 4 * i);
+        copy_some<4>(shared_address(zeros) + zero_place(e, i / GROUPS, i % GROUPS), from + 4 * i, 4);
       }
     }
 
@@ -384,7 +393,7 @@ struct MmaTile {
                 NYBBLE_UNROLL
                 for (int c = 0; c < X_TILES; c++) {
                   float value = sum[tile][c][v];
-                  if constexpr (AFTER) value = fmaf(-biased(zero[h][i], low_nibbles), of_x[i][c][v], value);
+                  if constexpr (AFTER) value = fmaf(minus_biased(zero[h][i], zero_mask), of_x[i][c][v], value);
                   total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
@@ -394,7 +403,7 @@ struct MmaTile {
       }
       if constexpr (TOGETHER) {
         NYBBLE_UNROLL
-        for (int four = 0; four < GROUPS / 4; four++) take_off(four, sum_of_t, scales, zeros, step, low_nibbles);
+        for (int four = 0; four < GROUPS / 4; four++) take_off(four, sum_of_t, scales, zeros, step, zero_mask);
       }
       stage = next_stage(stage, ring_address);
     }
@@ -403,22 +412,22 @@ struct MmaTile {
 
   // What zero points come to, and what of the bias is in the sums yet, for groups 4 four + t of a step.
   NYBBLE_METHOD void take_off(int four, const float (&sum_of_t)[X_TILES][4], const u8* scales, const u8* zeros, int step,
-                              u32 low_nibbles) {
+                              u32 zero_mask) {
     const int g = lane_index() / 4, t = lane_index() % 4, group = 4 * four + t;
-    constexpr float STARTED_AT = START ? 128 + SYMMETRIC_ZERO : 0;
     NYBBLE_UNROLL
     for (int tile = 0; tile < TILES; tile++) {
-      float zs[2];  // rows g and g + 8
+      float zs[2];  // rows g and g + 8: less than 0
       NYBBLE_UNROLL
       for (int h = 0; h < 2; h++) {
         const int eight = 2 * tile + h;
         const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, group)), g);
         const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, group));
-        zs[h] = (biased(zero, low_nibbles) - STARTED_AT) * Scale::wide(s);
+        const float z = START ? minus_biased(zero, zero_mask) + (128 + SYMMETRIC_ZERO) : minus_biased(zero, zero_mask);
+        zs[h] = z * Scale::wide(s);
       }
       NYBBLE_UNROLL
       for (int c = 0; c < X_TILES; c++) {
-        const Halves x(-(sum_of_t[c][four] + sum_of_t[c][2 + four]));
+        const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
         if constexpr (START && Scale::BITS + 3 <= Halves::BITS) {
           multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
           multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
@@ -449,10 +458,9 @@ struct MmaTile {
   static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
   static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
 
-  // 128 + z of a zero point in bits 16-19.
-  static NYBBLE_METHOD float biased(u32 zero, u32 low_nibbles) {
-    return as_float((zero & (low_nibbles & 0xFFFF0000)) | 0x43000000);
-  }
+  // -(128 + z) of a zero point in bits 16-19.
+  static constexpr u32 ZERO_MASK = 0x000F0000;
+  static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) { return as_float((zero & mask) | 0xC3000000); }
 
   static constexpr u32 SYMMETRIC_ZEROS = 0x88888888;
 
@@ -486,12 +494,25 @@ struct MmaTile {
         const u64 both = load<u64>(at, 0);
         word[0] = u32(both), word[1] = u32(both >> 32);
       } else {
-        const Quad all = load_quad(at, 0);
         NYBBLE_UNROLL
-        for (int i = 0; i < 4; i++) word[i] = all.word[i];
+        for (int i = 0; i < SCALE_UNIT / 4; i++) word[i] = load_quad(at, i / 4 * 16).word[i % 4];
       }
     }
   };
+  // A slice's scales, UNIT bytes of a row at a time, and at most 16; those past the end are zeros.
+  template <int UNIT>
+  static NYBBLE_METHOD void copy_scales(u8* scales, const u8* const (&s_row)[EIGHTS], int bytes) {
+    constexpr int AT_ONCE = UNIT > 16 ? 16 : UNIT;
+    const int g = lane_index() / 4, t = lane_index() % 4;
+    NYBBLE_NO_UNROLL
+    for (int b = AT_ONCE * t; b < bytes; b += 4 * AT_ONCE) {
+      NYBBLE_UNROLL
+      for (int e = 0; e < EIGHTS; e++) {
+        const u32 to = shared_address(&scale_of(scales, 8 * e + g, b / SCALE_BYTES));
+        copy_some<AT_ONCE>(to, s_row[e] + b, smaller(AT_ONCE, bytes - b));
+      }
+    }
+  }
   // group: of the slice
   static NYBBLE_METHOD typename Scale::Bits& scale_of(u8* scales, int row, u32 group) {
     return *reinterpret_cast<typename Scale::Bits*>(scales + scale_place(row, group / GROUPS, group % GROUPS));

@@ -35,8 +35,10 @@ def nvrtc() -> Nvrtc:
         pytest.skip("needs the library nvrtc: it is not installed")
 
 
-def plan(m: int, rows: int = 16, waves: int = 2, splits: int = 1) -> skinny.Plan:
-    return skinny.Plan("MmaTile", m, rows, waves, step=4, stages=3, splits=splits)
+def plan(
+    m: int, rows: int = 16, waves: int = 2, splits: int = 1, step: int = 4, stages: int = 3
+) -> skinny.Plan:
+    return skinny.Plan("MmaTile", m, rows, waves, step, stages, splits)
 
 
 def bits(t: torch.Tensor) -> np.ndarray:
@@ -128,6 +130,23 @@ def test_up_to_eight_rows_a_last_step_past_k_and_parts_of_k(g, dtype, nvrtc):
 )
 def test_scales_of_every_type_whose_rows_begin_in_the_middle_of_a_word(scale_dtype, g, nvrtc):
     agrees(nvrtc, plan(4), 24, 9 * g, g, False, torch.bfloat16, scale_dtype=scale_dtype)
+
+
+@DTYPES
+@GROUPS
+@pytest.mark.parametrize("step, stages", [(4, 2), (4, 4), (8, 3)])
+@pytest.mark.parametrize("m", [1, 4, 16])
+def test_steps_and_stages(m, step, stages, g, dtype, nvrtc):
+    """More steps than stages; the last one past K."""
+    agrees(nvrtc, plan(m, step=step, stages=stages), 24, 10 * step * 32 + 4 * 32, g, False, dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+def test_long_steps_of_short_groups(symmetric, nvrtc):
+    """Scales of fp32 that take two reads a step, and rows of them that begin nowhere special."""
+    one = plan(8, rows=32, splits=2, step=8, stages=2)
+    agrees(nvrtc, one, 40, 1056, 32, symmetric, torch.bfloat16, scale_dtype=torch.float32)
+    agrees(nvrtc, one, 40, 1088, 32, symmetric, torch.bfloat16)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])

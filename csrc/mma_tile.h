@@ -1,17 +1,21 @@
 // Up to 16 rows of x on CUDA: 16 rows of w are the first operand of the 16x8x16 matrix instruction, 8 rows of x the other.
 //
 // A wave streams its slice through a ring of STAGES stages in shared memory, its own and nobody else's, by asynchronous
-// copies of 16 bytes. One step is 128 k of ROWS rows of w and of the rows of x:
+// copies of 16 bytes. One step is 32 STEP k of ROWS rows of w and of the rows of x; the copies of the one STAGES - 1 steps on
+// begin as soon as all lanes are done with the step before, whose stage they overwrite:
 //
-//   stage   w  [ROWS][4 granules]      x  [M][16 chunks of 8 k]       rows swizzled: no two lanes meet in a bank
+//   stage   w  [ROWS][STEP granules]      x  [M][4 STEP chunks of 8 k]       rows swizzled: no two lanes meet in a bank
 //
 // ldmatrix takes eight rows of one granule and leaves word t of row g in lane (g, t), where the instruction wants it: so it
 // multiplies inside one granule, and a sum never meets two groups. The scales and zero points of the whole slice come
 // first, in one go.
 //
 // What becomes of zero points, and of the bias of raw numbers BIAS + q, where those go into the sums:
-//   groups of 32      sums start at -(BIAS + 8) sum x; what is left, (z - 8) s sum x, comes off the totals for the four groups
-//                     of a step together, itself a product of small matrices, rows of w x groups times groups x rows of x
+//   groups of 32 with zero points
+//                     (BIAS + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
+//                     rows of w x groups times groups x rows of x. fp16, whose bias is large beside its rounding, has sums
+//                     start at -(BIAS + 8) sum x, and (z - 8) s sum x come off.
+//   without them      sums start at -(BIAS + 8) sum x
 //   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
 //   else              there is no bias: every pair becomes q - z, exactly
 //
@@ -360,10 +364,11 @@ struct MmaTile {
 
         NYBBLE_UNROLL
         for (int tile = 0; tile < TILES; tile++) {
-          u32 zero[2][2];  // [rows low, high][granule j, j + 1]
+          u32 zero[2];  // of rows low and high, for both granules
           NYBBLE_UNROLL
-          for (int h = 0; h < 2 && !START && !TOGETHER; h++) {
-            load_zeros(zero[h], zeros + zero_place(2 * tile + h, step, j / PER_GROUP), g);
+          for (int h = 0; h < 2 && PER_GROUP > 1; h++) {
+            const u32 at = zero_place(2 * tile + h, step, j / PER_GROUP);
+            zero[h] = in_place(ZEROS ? load<u32>(zeros, at) : SYMMETRIC_ZEROS, g);
           }
           NYBBLE_UNROLL
           for (int i = 0; i < 2; i++) {
@@ -375,8 +380,8 @@ struct MmaTile {
             Pair low[4], high[4];
             const u32(&word)[4] = w[tile].word;
             if constexpr (!START && !AFTER && !TOGETHER) {
-              exact_pairs<Type>(word[2 * i], doubled_zero(zero[0][i]), low, low_nibbles);
-              exact_pairs<Type>(word[2 * i + 1], doubled_zero(zero[1][i]), high, low_nibbles);
+              exact_pairs<Type>(word[2 * i], doubled_zero(zero[0]), low, low_nibbles);
+              exact_pairs<Type>(word[2 * i + 1], doubled_zero(zero[1]), high, low_nibbles);
             } else {
               raw_pairs<Type, false>(word[2 * i], low, low_nibbles);
               raw_pairs<Type, false>(word[2 * i + 1], high, low_nibbles);
@@ -393,7 +398,7 @@ struct MmaTile {
                 NYBBLE_UNROLL
                 for (int c = 0; c < X_TILES; c++) {
                   float value = sum[tile][c][v];
-                  if constexpr (AFTER) value = fmaf(minus_biased(zero[h][i], zero_mask), of_x[i][c][v], value);
+                  if constexpr (AFTER) value = fmaf(minus_biased(zero[h], zero_mask), of_x[i][c][v], value);
                   total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
@@ -466,19 +471,6 @@ struct MmaTile {
 
   // Of the zero points of eight rows, row g's in bits 16-19, others' around it.
   static NYBBLE_METHOD u32 in_place(u32 word, int g) { return ZEROS ? rotate_left(word, 16 - 4 * g) : word; }
-
-  // Of two granules of a step; at: the place of the first one's group.
-  static NYBBLE_METHOD void load_zeros(u32 (&zero)[2], const u8* at, int g) {
-    u32 word[2] = {SYMMETRIC_ZEROS, SYMMETRIC_ZEROS};
-    if constexpr (ZEROS && PER_GROUP == 1) {
-      const u64 both = load<u64>(at, 0);
-      word[0] = u32(both), word[1] = u32(both >> 32);
-    } else if constexpr (ZEROS) {
-      word[0] = word[1] = load<u32>(at, 0);
-    }
-    NYBBLE_UNROLL
-    for (int i = 0; i < 2; i++) zero[i] = in_place(word[i], g);
-  }
 
   // A row's scales of one step, side by side as in memory.
   struct StepScales {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -133,9 +134,8 @@ def test_scales_of_every_type_whose_rows_begin_in_the_middle_of_a_word(scale_dty
 
 
 @DTYPES
-@GROUPS
-@pytest.mark.parametrize("step, stages", [(4, 2), (4, 4), (8, 3)])
-@pytest.mark.parametrize("m", [1, 4, 16])
+@pytest.mark.parametrize("g", [32, 128])
+@pytest.mark.parametrize("m, step, stages", [(1, 8, 3), (4, 4, 4), (16, 4, 2), (16, 8, 3)])
 def test_steps_and_stages(m, step, stages, g, dtype, nvrtc):
     """More steps than stages; the last one past K."""
     agrees(nvrtc, plan(m, step=step, stages=stages), 24, 10 * step * 32 + 4 * 32, g, False, dtype)
@@ -143,7 +143,7 @@ def test_steps_and_stages(m, step, stages, g, dtype, nvrtc):
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 def test_long_steps_of_short_groups(symmetric, nvrtc):
-    """Scales of fp32 that take two reads a step, and rows of them that begin nowhere special."""
+    """Scales of fp32, two reads a step; rows of scales that begin at no multiple of what a copy takes."""
     one = plan(8, rows=32, splits=2, step=8, stages=2)
     agrees(nvrtc, one, 40, 1056, 32, symmetric, torch.bfloat16, scale_dtype=torch.float32)
     agrees(nvrtc, one, 40, 1088, 32, symmetric, torch.bfloat16)
@@ -171,10 +171,11 @@ def test_any_n_and_rows_farther_apart(nvrtc):
 
 def test_large_means_do_not_drown_the_rest(nvrtc):
     """sum x is thousands of times what is left after the bias came off."""
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype, step in product((torch.float16, torch.bfloat16), (4, 8)):
         weight, w, x = problem(8, 16, 640, 32, False, dtype)
         x = x + 100
-        assert_close(run(nvrtc, plan(8), x, w), linear_reference(x, replace(weight, scales=w.scales[:16])))
+        y = run(nvrtc, plan(8, step=step), x, w)
+        assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:16])))
 
 
 def test_the_same_bits_whatever_comes_first(nvrtc):
@@ -212,6 +213,12 @@ PLANTED = {
         "reads global memory that it may not",
     ),
     "another row's zero point": ("mma_tile.h", "16 - 4 * g", "12 - 4 * g", "worst"),
+    "a stage overwritten while it is read": (
+        "mma_tile.h",
+        "fetch_w(step + STAGES - 1, last_stage);",
+        "fetch_w(step + STAGES - 1, stage);",
+        "before the copy to it was waited for",
+    ),
     "the part of sum x that one multiplication loses": (
         "mma_tile.h",
         "low = value - high;",
@@ -229,7 +236,7 @@ def test_planted_faults_are_found(name, nvrtc):
     source = Sources(files | {file: files[file].replace(old, new)}, digest="")
     with pytest.raises((Fault, AssertionError), match=words):
         for dtype in (torch.float16, torch.bfloat16):
-            weight, w, x = problem(5, 24, 640, 32, False, dtype)
+            weight, w, x = problem(5, 24, 2560, 32, False, dtype)
             x = x + 100
             y = run(nvrtc, plan(8, splits=2), x, w, source=source)
             assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))

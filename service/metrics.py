@@ -241,6 +241,8 @@ METRICS: tuple[Metric, ...] = (
            buckets=REQUEST_BUCKETS_S, aliases=(Alias("vllm:e2e_request_latency_seconds"),)),
     # engine and HTTP
     Metric("engine_steps_total", "counter", "Steps of the engine.", read=_one(lambda snapshot: snapshot.stats.steps)),
+    Metric("engine_steps_ahead_total", "counter", "Steps that were launched before the last one's tokens had arrived.",
+           read=_one(lambda snapshot: snapshot.stats.steps_ahead)),
     Metric("engine_step_overhead_seconds_total", "counter", "Time in engine steps outside the model's forward.",
            read=_one(lambda snapshot: snapshot.stats.step_overhead_seconds)),
     Metric("engine_restarts_total", "counter", "Times the engine process was started again after it died.",

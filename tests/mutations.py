@@ -38,7 +38,44 @@ LAYOUT_TESTS = "tests/kernels/test_skinny_layout.py"
 
 GATEWAY, GATEWAY_TESTS = "deploy/ray/nybble_ray/gateway.py", "tests/deploy/test_ray_gateway.py"
 
+AHEAD_TESTS = "tests/engine/test_engine_ahead.py"
+
 FAULTS = (
+    Fault(
+        "a step ahead goes on from a token that was drawn again",
+        "service/engine/engine.py",
+        "            if redrawn:\n",
+        "            if False:\n",
+        f"{AHEAD_TESTS} -k drawn_again",
+    ),
+    Fault(
+        "a step ahead draws the number of the token before",
+        "service/engine/sampler.py",
+        "sequences[r].uniform(ahead)",
+        "sequences[r].uniform()",
+        f"{AHEAD_TESTS} -k 'no_answer_tells and steady'",
+    ),
+    Fault(
+        "a block is known by a token that is not there yet",
+        "service/engine/scheduler.py",
+        "min(sequence.computed, len(sequence.tokens)) // self.block_size",
+        "sequence.computed // self.block_size",
+        f"{AHEAD_TESTS} -k prefix_cache_keeps",
+    ),
+    Fault(
+        "the step ahead of one that failed is kept",
+        "service/engine/engine.py",
+        "            self._launched = None  # it was to go on from this one\n",
+        "",
+        f"{AHEAD_TESTS} -k memory_that_runs_out",
+    ),
+    Fault(
+        "what is drawn again is drawn from the next step's logits",
+        "service/engine/sampler.py",
+        "copy=any(p.top_p < 1 for p in params)",
+        "copy=False",
+        "tests/engine/test_sampler.py -k needs_no_logits",
+    ),
     Fault(
         "the engine takes longer to end than whatever stops a container waits",
         "service/server.py",
@@ -577,6 +614,24 @@ FAULTS = (
         "PAGES_PER_GIB = GIB // 4096",
         "PAGES_PER_GIB = GIB // (1 << 20)",
         "tests/service/test_doctor.py -k 262144",
+    ),
+    Fault(
+        "a dependent launch reads before it waits",
+        "kernels/fused/activation.py",
+        "    wait_for_last(DEPENDENT)\n    row = tl.program_id(1).to(tl.int64)\n",
+        "    row = tl.program_id(1).to(tl.int64)\n",
+        "tests/rdna/test_layer_kernels.py -k 'dependent_launch_waits and halves'",
+    ),
+    Fault(
+        "a batch to be timed begins one by one",
+        "service/bench_engine.py",
+        """    for i in range(batch):
+        engine.add(_request(engine, "prompt", first, 1, seed=i))
+        while engine.has_work:
+            engine.step()
+""",
+        "",
+        "tests/service/test_bench_engine.py -k side_by_side",
     ),
     Fault(
         "the kernel's version counts more than the fix that it shows",

@@ -332,7 +332,12 @@ def tile_for(target: Target, group: int, head_dim: int, few_rows: bool, max_q: i
         block_n, stages, most, peel = 32, 2, (32 if wide else 64), True
     if few_rows:
         rows = 1 if max_q == 1 else FEW_ROWS
-        return AttentionTile(min(max(16, power_of_two(rows * group)), 64, most), block_n, 4, stages)
+        block_m = min(max(16, power_of_two(rows * group)), 64, most)
+        if target.kind != "rocm" and block_m == 16 and not wide:
+            # On an H200 the whole of a decode step is 2 % shorter than with 4 warps and 3 stages, at 1k and at 16k positions:
+            # a program leaves room on its multiprocessor for the launches that come after it.
+            return AttentionTile(block_m, block_n, 2, 2)
+        return AttentionTile(block_m, block_n, 4, stages)
     return AttentionTile(most, block_n, 8 if most == 128 else 4, stages, peel)
 
 
@@ -340,7 +345,7 @@ def splits_for(target: Target, sequences: int, kv_heads: int, row_blocks: int) -
     """Parts to cut each sequence's keys into, so that a launch of few programs fills the chip. No function of the
     length: the kernel itself leaves the parts empty that a short sequence does not need."""
     programs = max(1, sequences * kv_heads * row_blocks)
-    return max(1, min(MAX_SPLITS, -(-_PROGRAMS_PER_UNIT * target.compute_units // programs)))
+    return max(1, min(MAX_SPLITS, _PROGRAMS_PER_UNIT * target.compute_units // programs))
 
 
 @torch.library.custom_op("nybble::paged_attention", mutates_args=())

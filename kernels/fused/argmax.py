@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import dependent
+from nybble.kernels.dependent import let_next_start, wait_for_last
 from nybble.kernels.launch import FLOAT_TYPES, HALF_TYPES, check, power_of_two
 
 LOGIT_TYPES = (*HALF_TYPES, *FLOAT_TYPES)
@@ -48,8 +50,11 @@ def best_of_chunk_kernel(
     CHUNK: tl.constexpr,
     BITS: tl.constexpr,
     INF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (cdiv(V, CHUNK), R)."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = _load_keys(logits_ptr + row * stride + column, column < V, BITS, INF)
@@ -68,8 +73,11 @@ def best_of_row_kernel(
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     INF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (R)."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     inside = chunk < CHUNKS
@@ -112,7 +120,10 @@ def launch_best(logits: torch.Tensor) -> torch.Tensor:
     bits = bits_of(logits)
     stride = logits.stride(0)
     form = {"BITS": 8 * logits.element_size(), "INF": INFINITY[logits.dtype]}
-    best_of_chunk_kernel[(chunks, rows)](parts, bits, stride, V=vocab, CHUNK=_CHUNK, **form, num_warps=4)
+    overlap = dependent.options(logits.device)
+    best_of_chunk_kernel[(chunks, rows)](
+        parts, bits, stride, V=vocab, CHUNK=_CHUNK, **form, **overlap, num_warps=4
+    )
     block = power_of_two(chunks)
     best_of_row_kernel[(rows,)](
         y,
@@ -123,6 +134,7 @@ def launch_best(logits: torch.Tensor) -> torch.Tensor:
         CHUNKS=chunks,
         BLOCK=block,
         **form,
+        **overlap,
         num_warps=1 if block <= 256 else 4,
     )
     return y

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nybble.kernels import dependent
+from nybble.kernels.dependent import let_next_start, wait_for_last
 from nybble.kernels.fused.argmax import INFINITY, bits_of, check_logits, load_bits
 from nybble.kernels.launch import HALF_TYPES, INT_TYPES, check, power_of_two
 
@@ -63,8 +65,11 @@ def group_best_kernel(
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     INF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (cdiv(GROUPS, BLOCK), R)."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -81,8 +86,11 @@ def select_groups_kernel(
     COUNT: tl.constexpr,
     BITS: tl.constexpr,
     INF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (R)."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK)
     key = tl.load(best_ptr + row * GROUPS + group, mask=group < GROUPS, other=-INF - 2)
@@ -103,8 +111,11 @@ def select_columns_kernel(
     COUNT: tl.constexpr,
     BITS: tl.constexpr,
     INF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (R)."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     real = i < CHOSEN * GROUP
@@ -125,8 +136,11 @@ def rescore_kernel(
     stride_x,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (count, R)."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.load(best_ptr + row * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -163,6 +177,7 @@ def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
         return y
     bits, stride = bits_of(logits), logits.stride(0)
     form = {"BITS": 8 * logits.element_size(), "INF": INFINITY[logits.dtype]}
+    overlap = dependent.options(logits.device)
     groups = triton.cdiv(vocab, _GROUP)
     parts = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
     group_best_kernel[(triton.cdiv(groups, _GROUPS_PER_PROGRAM), rows)](
@@ -174,13 +189,14 @@ def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
         GROUP=_GROUP,
         BLOCK=_GROUPS_PER_PROGRAM,
         **form,
+        **overlap,
         num_warps=4,
     )
     chosen = min(count, groups)
     held = torch.empty(rows, chosen, dtype=torch.int32, device=logits.device)
     block = power_of_two(groups)
     select_groups_kernel[(rows,)](
-        held, parts, GROUPS=groups, BLOCK=block, COUNT=chosen, **form, num_warps=_warps(block)
+        held, parts, GROUPS=groups, BLOCK=block, COUNT=chosen, **form, **overlap, num_warps=_warps(block)
     )
     block = power_of_two(chosen) * _GROUP
     select_columns_kernel[(rows,)](
@@ -194,6 +210,7 @@ def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
         BLOCK=block,
         COUNT=count,
         **form,
+        **overlap,
         num_warps=_warps(block),
     )
     return y
@@ -239,6 +256,7 @@ def rescore(logits: torch.Tensor, best: torch.Tensor, weight: torch.Tensor, x: t
         K=k,
         BLOCK=min(_BLOCK_K, power_of_two(k)),
         num_warps=4,
+        **dependent.options(logits.device),
     )
 
 

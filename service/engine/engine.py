@@ -34,9 +34,14 @@ _NO_MEMORY = (
 )
 
 
+# Steps until one is launched ahead again, after there was no memory for it: asking in vain takes milliseconds.
+_AHEAD_AGAIN = 256
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way through the device. before: how far its sequences were computed."""
+    """A step on its way through the device. before: how far its sequences were computed; the rows of one that is no longer
+    in there are dropped."""
 
     step: Step
     flight: Flight
@@ -51,7 +56,9 @@ class Engine:
         add(request) ... step() -> outputs ... abort(id)
 
     On a device that works by itself, `step` launches the step after before it returns: while its caller sends the outputs
-    away and takes new requests, the device is busy.
+    away and takes new requests, the device is busy. Where that step needs nothing of this one's tokens but their ids, it is
+    launched even before these have arrived, and takes the ids on the device: see Scheduler.follow. What it computed for a
+    request that turns out to have ended is dropped.
 
     Nothing a request carries can raise out of `step`: what cannot be served ends that request alone, with
     finish_reason "error" and a sentence.
@@ -69,6 +76,9 @@ class Engine:
             config.prefix_cache,
         )
         self._launched: _Launched | None = None
+        self._collected_s = 0.0
+        self._steps_ahead = 0
+        self._ahead_from = 0
         self._out_of_memory = 0
         self._failed_in_a_row = 0
         self._sequences: dict[str, Sequence] = {}
@@ -122,8 +132,12 @@ class Engine:
         outputs, self._refused = self._refused, []
         launched, self._launched = self._launched or self._launch(outputs), None
         if launched is not None:
+            if self._runner.runs_ahead:
+                self._launched = self._launch_ahead(launched)
             outputs += self._finish_step(launched)
-        if self._runner.runs_ahead and self._sequences:
+        if not self._sequences:
+            self._launched = None  # nobody waits for it
+        elif self._launched is None and self._runner.runs_ahead:
             self._launched = self._launch(outputs)
         self._steps += 1
         self._overhead_seconds += perf_counter() - started - (self._runner.forward_seconds - forward_before)
@@ -132,14 +146,10 @@ class Engine:
     def _launch(self, outputs: list[StepOutput]) -> _Launched | None:
         """The next step, started; None when there is nothing to run or no memory to run it. A request that has to end
         for lack of memory is added to outputs."""
-        every = self.gemm_sample_every
-        RECORDER.sampling = every > 0 and self._steps % every == 0
         step = self._scheduler.schedule()
         if not step:
             return None
-        rows = [Rows(c.count, c.sequence.computed) for c in step.prefill]
-        before = {s: s.computed for s in (*step.decode, *(c.sequence for c in step.prefill))}
-        launched = _Launched(step, [], before, rows, perf_counter())
+        launched = self._about_to_launch(step)
         try:
             launched.flight.extend(self._runner.launch(step))
         except Exception as error:
@@ -147,34 +157,69 @@ class Engine:
             return None
         return launched
 
+    def _launch_ahead(self, last: _Launched) -> _Launched | None:
+        """The step after `last`, started before the host has last's tokens; None where it has to wait for them."""
+        if self._steps < self._ahead_from:
+            return None
+        step = self._scheduler.follow(last.step, self.info.max_model_len)
+        if step is None:
+            return None
+        launched = self._about_to_launch(step)
+        try:
+            launched.flight.extend(self._runner.launch(step, after=last.flight))
+        except Exception as error:
+            self._put_back(error, launched)
+            self._ahead_from = self._steps + _AHEAD_AGAIN
+            return None
+        self._steps_ahead += 1
+        return launched
+
+    def _about_to_launch(self, step: Step) -> _Launched:
+        every = self.gemm_sample_every
+        RECORDER.sampling = every > 0 and self._steps % every == 0
+        rows = [Rows(c.count, c.sequence.computed) for c in step.prefill]
+        before = {s: s.computed for s in (*step.decode, *(c.sequence for c in step.prefill))}
+        return _Launched(step, [], before, rows, perf_counter())
+
     def _finish_step(self, launched: _Launched) -> list[StepOutput]:
         outputs: list[StepOutput] = []
         try:
             results = self._runner.collect(launched.flight)
         except Exception as error:
+            self._launched = None  # it was to go on from this one
             return self._survive(error, launched)
         self._failed_in_a_row = 0
-        seconds = perf_counter() - launched.started_s
-        self._scheduler.pacer.observe(seconds, len(launched.step.decode), launched.rows)
-        failed = {sequence for sequence, token in results if token is None}
+        self._observe(launched)
+        results = [r for r in results if r.sequence in launched.before and self._runs(r.sequence)]
+        failed = {r.sequence for r in results if r.token is None}
         for sequence in launched.before:
             # One that was aborted meanwhile is gone, and its blocks with it.
             if self._runs(sequence) and sequence not in failed:
                 self._scheduler.commit(sequence)
-        for sequence, token in results:
-            if self._runs(sequence):
-                outputs.append(self._advance(sequence, token))
+        for sequence, token, redrawn in results:
+            outputs.append(self._advance(sequence, token))
+            if redrawn:
+                self._drop_ahead(sequence)
         return outputs
+
+    def _observe(self, launched: _Launched) -> None:
+        """Tell the pacer what a step took: from when the device was free for it."""
+        now = perf_counter()
+        seconds = now - max(launched.started_s, self._collected_s)
+        self._collected_s = now
+        self._scheduler.pacer.observe(seconds, len(launched.step.decode), launched.rows)
+
+    def _drop_ahead(self, sequence: Sequence) -> None:
+        """What was launched ahead went on from another token than the sequence has: its row is computed again."""
+        computed = None if self._launched is None else self._launched.before.pop(sequence, None)
+        if computed is not None:
+            sequence.computed = computed
 
     def _runs(self, sequence: Sequence) -> bool:
         return self._sequences.get(sequence.id) is sequence
 
-    def _survive(self, error: Exception, launched: _Launched) -> list[StepOutput]:
-        """After a step that failed for lack of memory: put it back, and ask for less from now on. Raises any other error.
-
-        The youngest request makes room: it goes back to the queue, and fewer run together until one has finished. One that
-        is alone gets smaller chunks; when they are as small as can be, it is tried once more and then ends with an error.
-        """
+    def _put_back(self, error: Exception, launched: _Launched) -> None:
+        """After a step that failed for lack of memory: as if it had not been launched. Raises any other error."""
         if not _is_out_of_memory(error):
             raise error
         self._out_of_memory += 1
@@ -184,7 +229,15 @@ class Engine:
         self._runner.release_memory()
         for sequence, computed in launched.before.items():
             if self._runs(sequence):
-                sequence.rewind(computed)
+                sequence.computed = computed
+
+    def _survive(self, error: Exception, launched: _Launched) -> list[StepOutput]:
+        """After a step that failed for lack of memory: put it back, and ask for less from now on.
+
+        The youngest request makes room: it goes back to the queue, and fewer run together until one has finished. One that
+        is alone gets smaller chunks; when they are as small as can be, it is tried once more and then ends with an error.
+        """
+        self._put_back(error, launched)
         scheduler = self._scheduler
         if not scheduler.running:
             return []
@@ -233,6 +286,7 @@ class Engine:
             out_of_memory=self._out_of_memory,
             kv_usage_ratio=scheduler.pool.usage_ratio,
             steps=self._steps,
+            steps_ahead=self._steps_ahead,
             step_overhead_seconds=self._overhead_seconds,
             jit_compiles=jit.compiles,
             jit_cache_hits=jit.cache_hits,

@@ -214,7 +214,8 @@ class EngineStats:
     """Counters since the engine started, and gauges now: one consistent snapshot.
 
     prefix_queries_tokens are the prompt tokens looked up in the prefix cache, cached_prompt_tokens those found there.
-    out_of_memory counts steps that the device had no memory for.
+    out_of_memory counts steps that the device had no memory for. steps_ahead are those that were launched before the
+    tokens of the step before them had arrived.
     jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
     the seconds and M of the latest of them per (layer, path). graph_fallbacks: decode batch sizes that run without a
@@ -234,6 +235,7 @@ class EngineStats:
     out_of_memory: int = 0
     kv_usage_ratio: float = 0.0
     steps: int = 0
+    steps_ahead: int = 0
     step_overhead_seconds: float = 0.0
     jit_compiles: dict[str, int] = field(default_factory=dict)
     jit_cache_hits: dict[str, int] = field(default_factory=dict)

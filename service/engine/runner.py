@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,14 @@ _EAGER_SAMPLE_EVERY_S = 5.0
 Flight = list[tuple[list[Sequence], Draft]]
 
 
+class Result(NamedTuple):
+    """token: None where the logits were not finite. redrawn: it is another than a step launched ahead has read."""
+
+    sequence: Sequence
+    token: Token | None
+    redrawn: bool
+
+
 class Runner:
     """Runs a step's decode rows and its prefill chunks as one forward pass, which reads the weights once, where the
     attention back end takes both; otherwise as two. On the paged cache of a GPU all shapes are fixed, and decode is captured.
@@ -35,8 +44,9 @@ class Runner:
     limits   needed where the model's attention is paged
     capture  how decode steps are captured there; None: not at all
 
-    forward_seconds adds up the time inside the model, on a GPU with the wait for its tokens, so that the engine can tell
-    its own overhead.
+    runs_ahead: whether `launch` returns before the device is done, so that the host has time for other things; a test
+    may say so of a CPU. forward_seconds adds up the time inside the model, where it runs ahead with the wait for its
+    tokens, so that the engine can tell its own overhead.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.device = device
+        self.runs_ahead = device.type != "cpu"
         self.forward_seconds = 0.0
         self.graphs = DecodeGraphs(capture) if capture is not None else None
         self._eager_sample_s = 0.0
@@ -63,16 +74,17 @@ class Runner:
         """Reason -> decode batch sizes that run eagerly because of it."""
         return {} if self.graphs is None else self.graphs.fallbacks
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether `launch` returns before the device is done, so that the host has time for other things."""
-        return self.device.type != "cpu"
-
     @torch.inference_mode()
-    def launch(self, step: Step) -> Flight:
-        """Start a step. Sequences count its rows as computed from here on."""
+    def launch(self, step: Step, after: Flight | None = None) -> Flight:
+        """Start a step. Sequences count its rows as computed from here on.
+
+        after: the flight that `step` follows (see Scheduler.follow); its tokens are taken on the device, before the host
+        has them.
+        """
         flight: Flight = []
         rows = [Chunk(s, 1) for s in step.decode]
+        if after is not None:
+            return [self._pass("decode", rows, _token_ids(after, step.decode))]
         if rows and step.prefill and self.model.attention.mixes_rows:
             return [self._pass("prefill", rows + step.prefill)]
         if rows:
@@ -82,10 +94,13 @@ class Runner:
         return flight
 
     @torch.inference_mode()
-    def collect(self, flight: Flight) -> list[tuple[Sequence, Token | None]]:
-        """The next token of every sequence that got one; None where its logits were not finite. Waits for the device."""
+    def collect(self, flight: Flight) -> list[Result]:
+        """The next token of every sequence that got one. Waits for the device."""
         started = perf_counter()
-        results = [pair for done, draft in flight for pair in zip(done, draft.tokens(), strict=True)]
+        results = []
+        for done, draft in flight:
+            pairs = zip(done, draft.tokens(), strict=True)
+            results += [Result(*pair, row in draft.redrawn) for row, pair in enumerate(pairs)]
         if self.runs_ahead:
             self.forward_seconds += perf_counter() - started
         return results
@@ -192,7 +207,10 @@ class Runner:
         self.warm_up()
         return perf_counter() - started
 
-    def _pass(self, phase: str, chunks: list[Chunk]) -> tuple[list[Sequence], Draft]:
+    def _pass(
+        self, phase: str, chunks: list[Chunk], on_device: torch.Tensor | None = None
+    ) -> tuple[list[Sequence], Draft]:
+        """on_device: the ids of the rows, one a chunk, where the host does not know them yet."""
         ids: list[int] = []
         positions: list[int] = []
         spans = []
@@ -204,7 +222,7 @@ class Runner:
             stop = s.computed + chunk.count
             if unscored := s.unscored(stop):
                 scored.append((s, unscored, len(ids) + unscored.start - s.computed))
-            ids += s.tokens[s.computed : stop]
+            ids += s.tokens[s.computed : stop] if on_device is None else [0]
             positions += range(s.computed, stop)
             spans.append(Span(chunk.count, stop, s.blocks))
             if chunk.completes:
@@ -215,6 +233,8 @@ class Runner:
         RECORDER.phase = phase
         started = perf_counter()
         batch = self._inputs.batch(phase, ids, positions, spans, rows)
+        if on_device is not None:
+            batch.token_ids[: len(ids)].copy_(on_device)
         if scored:
             hidden = self.model.hidden(batch)
             for sequence, positions_of, first_row in scored:
@@ -225,7 +245,7 @@ class Runner:
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
-        return done, draw(logits, done) if done else Draft([])
+        return done, draw(logits, done, ahead=int(on_device is not None)) if done else Draft([])
 
     def _logits(self, phase: str, batch: Batch) -> torch.Tensor:
         """[R, V], R at least the rows asked for."""
@@ -253,3 +273,12 @@ class Runner:
             logits = self.model.logits(hidden[first_row + start : first_row + start + len(part)])
             followers = sequence.tokens[part.start + 1 : part.stop + 1]
             sequence.scored += score(logits, followers, alternatives)
+
+
+def _token_ids(flight: Flight, sequences: list[Sequence]) -> torch.Tensor:
+    """int [R] on the device: what a flight of one pass gives these of its sequences, in its order."""
+    ((done, draft),) = flight
+    if len(sequences) == len(done):
+        return draft.token_ids()
+    row_of = {sequence: row for row, sequence in enumerate(done)}
+    return draft.token_ids([row_of[sequence] for sequence in sequences])

@@ -31,26 +31,32 @@ _LEAST_TEMPERATURE = 1e-5
 class Draft:
     """Tokens of a pass, one a row; None where the row's logits are not finite.
 
-    ids: the same on the device, int [R], some index of the vocabulary where a row is not finite; None on a CPU where the
-    host chose. Those of a top-p row that has to be drawn again when it is read are not final.
+    redrawn: rows whose token, once `tokens` has read it, is another than `token_ids` told.
     """
-
-    ids: torch.Tensor | None = None
 
     def __init__(self, tokens: list[Token | None]) -> None:
         self._tokens = tokens
+        self.redrawn: frozenset[int] = frozenset()
 
     def tokens(self) -> list[Token | None]:
         return self._tokens
 
+    def token_ids(self, rows: Rows[int] | None = None) -> torch.Tensor:
+        """int [R] on the device, of all rows or of these, without waiting for it; some index of the vocabulary where there is
+        no token. That of a top-p row that has to be drawn again when it is read is not final."""
+        ids = torch.tensor([0 if token is None else token.token_id for token in self._tokens])
+        return ids if rows is None else ids[list(rows)]
+
 
 class _DeviceDraft(Draft):
-    """A draft that is still being computed: `packed`, the numbers that `read` makes tokens of, is on its way to the host."""
+    """A draft that is still being computed: `packed`, the numbers that `read` makes tokens of, is on its way to the host. Its
+    first numbers are the ids."""
 
     def __init__(
         self, ids: torch.Tensor, packed: torch.Tensor, read: Callable[[list[Any]], list[Token | None]]
     ) -> None:
-        self.ids = ids
+        super().__init__([])
+        self._ids = ids
         self._read = read
         self._arrived: Any = None
         if packed.device.type == "cpu":
@@ -65,7 +71,15 @@ class _DeviceDraft(Draft):
     def tokens(self) -> list[Token | None]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._read(self._packed.tolist())
+        tokens = self._read(self._packed.tolist())
+        told = enumerate(self._packed.flatten()[: len(tokens)].tolist())
+        self.redrawn = frozenset(r for r, i in told if (token := tokens[r]) and token.token_id != i)
+        return tokens
+
+    def token_ids(self, rows: Rows[int] | None = None) -> torch.Tensor:
+        if rows is None:
+            return self._ids
+        return self._ids.index_select(0, _upload(rows, torch.int64, self._ids.device))
 
 
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None]:
@@ -73,18 +87,20 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None
     return draw(logits, sequences).tokens()
 
 
-def draw(logits: torch.Tensor, sequences: Rows[Sequence]) -> Draft:
+def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: int = 0) -> Draft:
     """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row holds an infinity or a NaN.
 
-    logits may be overwritten once the draft's tokens have been read.
+    ahead: the tokens' place behind the next ones of their sequences. logits may be overwritten by what the device runs
+    after this call.
     """
     params = [s.request.sampling for s in sequences]
     special = [r for r, p in enumerate(params) if _needs_work(p)]
     wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
     if not special and not wanted:
         return _greedy(logits)
-    uniform = [sequences[r].uniform() for r in special]
-    scores = logits.to(torch.float32)
+    uniform = [sequences[r].uniform(ahead) for r in special]
+    # Rows that may be drawn again are looked at again when they are read.
+    scores = logits.to(torch.float32, copy=any(p.top_p < 1 for p in params))
     return _draw(scores, _best(logits), sequences, special, uniform, wanted, _TOP_P_CANDIDATES)
 
 

@@ -38,8 +38,8 @@ class Chunk:
 
     @property
     def completes(self) -> bool:
-        """Whether the chunk's last row gives the sequence's next token."""
-        return self.sequence.computed + self.count == len(self.sequence.tokens)
+        """Whether the chunk's last row gives a token of the answer: the next, or, one step ahead, that after it."""
+        return self.sequence.computed + self.count >= len(self.sequence.tokens)
 
 
 @dataclass(slots=True)
@@ -144,9 +144,29 @@ class Scheduler:
         self._prefill(step)
         return step
 
+    def follow(self, step: Step, max_model_len: int) -> Step | None:
+        """The step after one whose tokens are still on the device: the same rows, less those of sequences that end with
+        these tokens or are gone. None where it takes the tokens to tell, or where something else is due: a prompt, a
+        newcomer, blocks that another sequence has to give."""
+        if step.prefill or any(s.pending or s.needs_its_tokens for s in self.running):
+            return None
+        running = set(self.running)
+        decode = [s for s in step.decode if s in running and not s.is_full(max_model_len, ahead=1)]
+        if self.waiting:
+            if len(decode) < len(running):
+                return None
+            if self._newcomers():
+                self._looked_at = -_LOOK_EVERY  # schedule() is to find them again
+                return None
+        if not decode or not all(self._grow(s, 1, preempt=False) for s in decode):
+            return None
+        self._steps += 1
+        return Step(decode)
+
     def commit(self, sequence: Sequence) -> None:
-        """Make what is computed of a running sequence known to the prefix cache."""
-        full = sequence.computed // self.block_size
+        """Make what is computed of a running sequence known to the prefix cache. Blocks are known by their tokens: a row
+        whose token is still on the device is left out."""
+        full = min(sequence.computed, len(sequence.tokens)) // self.block_size
         if not self.prefix_cache or full == sequence.committed:
             return
         keys = sequence.block_keys(full, self.block_size)

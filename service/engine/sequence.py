@@ -25,9 +25,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "_drawn",
         "_keys",
-        "_redraw",
+        "_numbers",
         "blocks",
         "cached",
         "committed",
@@ -61,8 +60,7 @@ class Sequence:
         # One uniform number a token, drawn on the host: a seed gives the same answer alone, in a batch and after
         # preemption, on any device. Unseeded requests take their seed from the system.
         self.random = random.Random(sampling.seed)
-        self._drawn: float | None = None
-        self._redraw: float | None = None
+        self._numbers: list[float] = []  # drawn for the next token, the one after it, ...
         counts = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         self.generated: Counter[int] | None = Counter() if counts else None
         self.scored: list[Token] | None = None if sampling.prompt_logprobs is None else []
@@ -86,8 +84,13 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens not yet computed; 1 while decoding."""
+        """Tokens not yet computed; 1 while decoding, 0 while the next token is on its way from the device."""
         return len(self.tokens) - self.computed
+
+    @property
+    def needs_its_tokens(self) -> bool:
+        """Whether choosing the next token takes all those before it, on the host."""
+        return self.generated is not None or self.request.sampling.repetition_penalty != 1.0
 
     def unscored(self, stop: int) -> range:
         """Positions in computed..stop whose logits tell the probability of a prompt token that has no score yet. After
@@ -108,21 +111,16 @@ class Sequence:
             keys.append(hashlib.sha256(before + block.tobytes()).digest())
         return keys[:count]
 
-    def uniform(self) -> float:
-        """The uniform number of the next token."""
-        number = self.random.random() if self._redraw is None else self._redraw
-        self._drawn, self._redraw = number, None
-        return number
-
-    def rewind(self, computed: int) -> None:
-        """Forget a step that failed: its rows, and that it drew a number."""
-        self.computed = computed
-        if self._drawn is not None:
-            self._redraw, self._drawn = self._drawn, None
+    def uniform(self, ahead: int = 0) -> float:
+        """The uniform number of the token `ahead` places behind the next one; the same however often it is asked for, so
+        that a step can be put back."""
+        while len(self._numbers) <= ahead:
+            self._numbers.append(self.random.random())
+        return self._numbers[ahead]
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)
-        self._drawn = None
+        del self._numbers[:1]
         if self.generated is not None:
             self.generated[token_id] += 1
 
@@ -130,9 +128,11 @@ class Sequence:
         """After an append: why the sequence is done, or None."""
         if self.tokens[-1] in self.stop_ids:
             return "stop"
-        if self.output_len >= self.request.sampling.max_tokens or len(self.tokens) >= max_model_len:
-            return "length"
-        return None
+        return "length" if self.is_full(max_model_len) else None
+
+    def is_full(self, max_model_len: int, ahead: int = 0) -> bool:
+        """Whether nothing may follow its tokens and `ahead` more."""
+        return self.left <= ahead or len(self.tokens) + ahead >= max_model_len
 
 
 def _root(cache_salt: str | None) -> bytes:

@@ -8,7 +8,6 @@ from engine_runs import make, request, run
 
 from nybble.kernels.linear import W4A16Linear
 from nybble.kernels.packing import W4A16Weight, pack_rows
-from nybble.service.engine.protocol import Request, SamplingParams
 
 POISON = 999  # a token whose embedding is a direction of its own
 HIDDEN, DIRECTION, HUGE = 256, 5, 1e5
@@ -170,68 +169,3 @@ def test_any_other_error_is_not_hidden():
     engine.add(WISHES[0])
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step()
-
-
-# --- ahead ---
-
-
-def ahead(engine):
-    """Makes the engine think its device works by itself, and writes down what is launched and read."""
-    events = []
-    runner = engine._runner
-
-    class Ahead(type(runner)):
-        runs_ahead = True
-
-        def launch(self, step):
-            events.append("launch")
-            return super().launch(step)
-
-        def collect(self, flight):
-            events.append("collect")
-            return super().collect(flight)
-
-    runner.__class__ = Ahead
-    return events
-
-
-def test_the_next_step_is_launched_before_the_last_ones_outputs_are_handed_out(expected):
-    engine = make(prefill_tokens_busy=16)
-    events = ahead(engine)
-    engine.add(WISHES[0])
-    engine.step()
-    assert events == ["launch", "collect", "launch"]
-    engine.step()
-    assert events == ["launch", "collect", "launch", "collect", "launch"]
-    engine.abort("a")
-    assert run(engine, *WISHES, stagger=2) == expected
-    assert events[-1] == "collect" and events.count("launch") == events.count("collect")
-
-
-def test_what_is_aborted_in_flight_leaves_nothing_behind(expected):
-    engine = make()
-    ahead(engine)
-    for i in range(6):
-        engine.add(request(f"gone {i}", range(3, 60), 50))
-    engine.step()
-    for i in range(6):
-        engine.abort(f"gone {i}")
-    assert not engine.has_work and engine.stats().kv_usage_ratio == 0
-    assert run(engine, *WISHES) == expected
-
-
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_memory_that_runs_out_ahead_changes_no_answer(expected, at):
-    engine = make(prefill_tokens_busy=16)
-    ahead(engine)
-    Memory(engine, lambda m, _: m.asked == at)
-    assert run(engine, *WISHES) == expected
-
-
-def test_an_id_that_comes_again_while_its_aborted_forerunner_is_in_flight_gets_its_own_tokens(expected):
-    engine = make()
-    ahead(engine)
-    engine.add(Request("a", (9, 8, 7), SamplingParams(50, temperature=0.0), 0.0))
-    engine.step()
-    engine.abort("a")
-    assert run(engine, WISHES[0]) == {"a": expected["a"]}

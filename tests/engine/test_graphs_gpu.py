@@ -7,7 +7,9 @@ import torch
 from model_folders import folders, prompts
 
 from nybble.kernels import native
-from nybble.service.engine import load
+from nybble.kernels.attention.paged import PagedAttention
+from nybble.service.checkpoints.random_weights import random_folder
+from nybble.service.engine import load, pacing, sampler
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +97,92 @@ def test_nothing_compiles_or_allocates_after_the_start():
     assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == after_first
 
 
+@pytest.mark.parametrize(("dtype", "close"), [("float16", 0.03), ("bfloat16", 0.12)])
+@pytest.mark.parametrize("model", folders()[:2], ids=lambda p: p.name)
+def test_a_prefix_hit_changes_no_choice_that_is_sure(model, dtype, close):
+    """Sixteen requests at once that share a prefix. 16-bit results depend on how many rows are computed together, so a choice
+    closer than the type can tell may go either way: up to there the answers are those without a cache."""
+    rng = random.Random(5)
+    vocab = 500
+    shared = [rng.randrange(3, vocab) for _ in range(70)]
+    greedy = SamplingParams(12, temperature=0.0, ignore_eos=True, logprobs=2)
+    asked = [
+        Request(str(i), (*shared, *(rng.randrange(3, vocab) for _ in range(1 + i))), greedy, 0.0)
+        for i in range(16)
+    ]
+
+    def answers(engine):
+        found = {r.request_id: [] for r in asked}
+        for r in asked:
+            engine.add(r)
+        while engine.has_work:
+            for out in engine.step():
+                found[out.request_id] += out.tokens
+        return found
+
+    plain = answers(build(model, dtype=dtype, max_running=16, prefix_cache=False))
+    engine = build(model, dtype=dtype, max_running=16)
+    run(engine, [Request("first", tuple(shared), SamplingParams(1, temperature=0.0), 0.0)])
+    cached = answers(engine)
+    assert engine.stats().cached_prompt_tokens >= 16 * 64
+    compared = 0
+    for name, tokens in plain.items():
+        for one, other in zip(tokens, cached[name], strict=True):
+            if one.top[0][1] - one.top[1][1] < close:
+                break
+            assert one.token_id == other.token_id
+            compared += 1
+    assert compared > 8
+
+
+def test_ten_thousand_requests_leave_memory_where_it_was():
+    engine = build(folders()[0], max_running=64)
+    vocab = engine.info.vocab_size
+
+    def serve(seed, count):
+        rng = random.Random(seed)
+        waiting = [
+            Request(
+                f"{seed}-{i}",
+                tuple(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 12))),
+                SamplingParams(rng.randrange(1, 5), temperature=rng.choice((0.0, 1.0)), ignore_eos=True),
+                0.0,
+            )
+            for i in range(count)
+        ]
+        ended = 0
+        while waiting or engine.has_work:
+            for _ in range(min(64, len(waiting))):
+                engine.add(waiting.pop())
+            ended += sum(out.finish_reason == "length" for out in engine.step())
+        assert ended == count
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = serve(1, 500)
+    assert serve(2, 10_000) == before
+
+
+def test_loading_takes_at_most_a_gibibyte_beyond_the_weights(monkeypatch, tmp_path):
+    """Eight billion random weights in groups of 128. The cache is made last, of the size that was planned."""
+    peaks = []
+    allocate = PagedAttention.allocate
+
+    def recorded(self, shape, device):
+        peaks.append(torch.cuda.max_memory_allocated())
+        allocate(self, shape, device)
+
+    monkeypatch.setattr(PagedAttention, "allocate", recorded)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    folder = random_folder(tmp_path / "8b", "qwen3-8b", 128, 256)
+    engine = build(folder, dtype="bfloat16", max_running=1, kv_cache_bytes=1 << 30)
+    weights = engine._runner.model.nbytes
+    assert weights > 5 << 30 and peaks[0] - before <= weights + (1 << 30)
+    assert engine._runner.model.attention.whole.nbytes == engine.info.memory.pools["kv_cache"]
+
+
 def test_a_capture_that_fails_in_the_middle_leaves_a_working_engine(monkeypatch):
     """A real capture, broken by an operation that may not be captured, on one batch size."""
     model = folders()[0]
@@ -126,3 +214,38 @@ def test_the_cache_is_as_large_as_planned():
     attention = engine._runner.model.attention
     assert attention.name == "triton"
     assert attention.whole.nbytes == engine.info.memory.pools["kv_cache"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_running_ahead_of_the_tokens_changes_none(dtype, monkeypatch):
+    """Lengths of 1 to 40, so that rows end in every step and batches shrink through all their sizes."""
+    monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)
+    model = folders()[0]
+    rng = random.Random(3)
+    wishes = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.2, "top_k": 40}]
+    asked = []
+    for i in range(24):
+        sampling = SamplingParams(rng.randrange(1, 41), ignore_eos=True, seed=i, **wishes[i % len(wishes)])
+        prompt = tuple(rng.randrange(3, 500) for _ in range(rng.randrange(1, 60)))
+        asked.append(Request(f"{i}", prompt, sampling, 0.0))
+
+    def answers(ahead):
+        # What is chosen by the clock: steps that leave their graph to be timed, and how many prompt rows come together.
+        engine = build(model, dtype=dtype, gemm_sample_every=0, prefill_tokens_busy=32, prefix_cache=False)
+        assert engine.runner.runs_ahead
+        engine.runner.runs_ahead = ahead
+        return run(engine, asked), engine.stats().steps_ahead
+
+    waiting, none = answers(False)
+    running_ahead, many = answers(True)
+    assert running_ahead == waiting and none == 0 and many > 10
+
+
+def test_a_token_that_is_drawn_again_is_what_its_answer_goes_on_from(monkeypatch):
+    model = folders()[0]
+    sampling = SamplingParams(30, temperature=2.0, top_p=0.99, seed=1, ignore_eos=True)
+    expected = run(build(model), [Request("flat", (5, 6, 7), sampling, 0.0)])
+    monkeypatch.setattr(sampler, "_TOP_P_CANDIDATES", 2)
+    engine = build(model)
+    assert run(engine, [Request("flat", (5, 6, 7), sampling, 0.0)]) == expected
+    assert engine.stats().steps_ahead > 3

@@ -11,7 +11,7 @@ if torch.cuda.is_available():  # where there is a GPU, test_graphs_gpu.py does a
 
 from nybble.kernels.attention import Choice  # noqa: E402
 from nybble.kernels.attention.paged import PagedAttention  # noqa: E402
-from nybble.service.engine import load  # noqa: E402
+from nybble.service.engine import load, pacing  # noqa: E402
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams  # noqa: E402
 
 MODEL = DATA / "llama-ct-g32"
@@ -47,11 +47,11 @@ def make(monkeypatch):
     return build
 
 
-def run(engine, asked, count):
-    """Greedy tokens per prompt, all running at once."""
+def run(engine, asked, *counts):
+    """Greedy tokens per prompt, all running at once; counts: how many, for each or for all."""
     tokens = {str(i): [] for i in range(len(asked))}
     for i, p in enumerate(asked):
-        sampling = SamplingParams(count, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(counts[i % len(counts)], temperature=0.0, ignore_eos=True)
         engine.add(Request(str(i), tuple(p["input_ids"]), sampling, 0.0))
     while engine.has_work:
         for out in engine.step():
@@ -86,3 +86,21 @@ def test_the_smallest_cache_warms_up(make):
     engine = make(None, max_model_len=16, kv_cache_bytes=0, memory_fraction=0.9, max_running=2)
     (tokens,) = run(engine, [{"input_ids": [5, 6, 7]}], 3)
     assert len(tokens) == 3
+
+
+def test_ids_that_the_host_does_not_know_reach_the_static_inputs(make, monkeypatch):
+    """As many rows as before, then fewer, in the buffers of another batch size: never the placeholders of the host."""
+    monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)  # both runs in the same chunks, whatever they take
+    engine = make(prefix_cache=False)
+    asked = [{**p, "input_ids": p["input_ids"][-8:]} for p in prompts(MODEL)[:3]]
+    expected = run(engine, asked, 9, 4, 7)
+    launch, sizes = engine.runner.launch, []
+
+    def launching(step, after=None):
+        if after is not None:
+            sizes.append(len(step.decode))
+        return launch(step, after)
+
+    engine.runner.launch, engine.runner.runs_ahead = launching, True
+    assert run(engine, asked, 9, 4, 7) == expected
+    assert engine.stats().steps_ahead == len(sizes) and set(sizes) == {1, 2, 3}

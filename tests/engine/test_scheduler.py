@@ -375,3 +375,141 @@ def test_whatever_comes_is_accounted_for_and_ends(seed):
     assert not live and started == ended and s.pool.free == blocks
     assert not s._computing, "nobody waits for what nobody computes"
     assert s.preemptions > 0
+
+
+# --- the step after one whose tokens are not there ---
+
+
+def launch(step):
+    """The runner's part of `advance` until the tokens are read; the rest of it comes with the call of what it returns."""
+    rows = [(s, 1) for s in step.decode] + [(c.sequence, c.count) for c in step.prefill]
+    done = step.decode + [c.sequence for c in step.prefill if c.completes]
+    for s, count in rows:
+        s.computed += count
+    return lambda: [s.append(1) for s in done]
+
+
+def steady(*sequences, **fields):
+    """A scheduler, and the step that it has launched for sequences which are past their prompts."""
+    s = scheduler(**fields)
+    for q in sequences:
+        s.add(q)
+    while any(q.pending != 1 for q in sequences):
+        advance(s.schedule())
+    step = s.schedule()
+    launch(step)
+    return s, step
+
+
+LIMIT = 1000  # positions
+
+
+def test_what_follows_a_decode_step_is_the_same_rows():
+    a, b = sequence("a", 3), sequence("b", 4)
+    s, step = steady(a, b)
+    following = s.follow(step, LIMIT)
+    assert following.decode == step.decode and not following.prefill
+    launch(following)
+    assert [q.computed for q in step.decode] == [len(q.tokens) + 1 for q in step.decode]
+    assert all(len(q.blocks) * BLOCK >= q.computed for q in step.decode)
+
+
+def test_a_prompts_rows_are_not_followed():
+    s = scheduler()
+    s.add(sequence("a", 3))
+    step = s.schedule()
+    launch(step)
+    assert s.follow(step, LIMIT) is None
+    s.add(sequence("long", 30))
+    step = s.schedule()
+    launch(step)()
+    assert s.follow(step, LIMIT) is None
+
+
+def test_a_prompt_that_has_begun_is_not_kept_waiting():
+    s, step = steady(sequence("a", 3))
+    s.running.append(sequence("begun", 30))
+    assert s.follow(step, LIMIT) is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}]
+)
+def test_who_is_penalised_for_its_own_tokens_is_not_followed(fields):
+    q = Sequence(Request("a", (1, 2, 3), SamplingParams(100, **fields), 0.0), ())
+    s, step = steady(q, sequence("b", 4))
+    assert s.follow(step, LIMIT) is None
+
+
+def test_what_ends_with_the_step_or_has_left_is_left_out():
+    full, long, gone, last = (
+        sequence("full", 3, 3),
+        sequence("long", 4),
+        sequence("gone", 4),
+        sequence("last", 9),
+    )
+    s, step = steady(full, long, gone, last)
+    assert full.left == 1 and len(step.decode) == 4
+    s.remove(gone)
+    assert s.follow(step, len(last.tokens) + 1).decode == [long]
+    s.remove(long)
+    assert s.follow(step, len(last.tokens) + 1) is None, "nothing is left"
+
+
+def test_who_waits_takes_the_slot_of_what_ends_at_once():
+    s, step = steady(sequence("full", 3, 2), sequence("long", 4), max_running=2)
+    s.add(sequence("waiting", 3))
+    assert s.follow(step, LIMIT) is None
+
+
+def test_who_waits_for_blocks_alone_keeps_nobody_from_running_ahead():
+    s, step = steady(sequence("a", 3), sequence("b", 4), blocks=8)
+    s.add(sequence("wide", 7 * BLOCK))
+    assert s.follow(step, LIMIT).decode == step.decode
+    s.add(sequence("narrow", 2))
+    s.waiting.reverse()
+    assert s.follow(step, LIMIT) is None
+
+
+def test_while_steps_run_ahead_who_waits_is_looked_at_as_often_as_ever():
+    """A sequence that makes way does so within the steps that it takes without running ahead."""
+    running = [sequence(f"long{i}", 4, max_tokens=1000) for i in range(2)]
+    s, step = steady(*running, max_running=2, blocks=1024)
+    s.add(sequence("medium", 4, max_tokens=400))
+    assert s._newcomers() == []
+    for q in running:
+        q.tokens += [1] * 20  # far enough to make way
+        q.computed += 20
+    s.waiting[0] = sequence("short", 4, max_tokens=4)
+    followed = 0
+    while (following := s.follow(step, LIMIT)) is not None:
+        read = [s.append for s in step.decode]
+        launch(following)
+        for append in read:
+            append(1)
+        step, followed = following, followed + 1
+        assert followed < 20
+    assert followed == 8
+    for q in step.decode:
+        q.append(1)
+    assert [c.sequence.id for c in s.schedule().prefill] == ["short"]
+
+
+def test_nobody_is_preempted_for_running_ahead():
+    a, b = sequence("a", 3), sequence("b", 3)
+    s, step = steady(a, b, blocks=2)
+    assert s.follow(step, LIMIT) is None and not s.preemptions
+    assert names(s) == ["a", "b"]
+
+
+def test_a_block_is_not_known_before_its_last_token_is():
+    q = sequence("a", 2 * BLOCK - 2)
+    s, step = steady(q)
+    launch(s.follow(step, LIMIT))
+    assert q.computed == 2 * BLOCK and len(q.tokens) == 2 * BLOCK - 1
+    s.commit(q)
+    assert q.committed == 1
+    q.append(7)
+    s.commit(q)
+    assert q.committed == 2
+    assert s.pool.find(q.block_keys(2, BLOCK)) == q.blocks[:2]

@@ -136,6 +136,8 @@ DEPENDENT: dict[str, tuple[dict[str, Any], set[str]]] = {
     "no-norm": (SHAPES["no-norm"], {"angles_ptr", "position_ptr", "slot_ptr"}),
     "halves": (SHAPES["halves"], set()),
     "in-gemm": (SHAPES["in-gemm"], set()),
+    "best": (SHAPES["best"], set()),
+    "rescored": (SHAPES["rescored"], set()),
     "split": (
         {"kernel": "skinny", "symmetric": True, "g": 64, "m": 40, "n": 64, "k": 512}
         | {"tile": {"block_m": 16, "block_n": 64, "block_k": 64, "num_warps": 4, "split_k": 4}},

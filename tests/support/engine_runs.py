@@ -10,7 +10,8 @@ from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams
 MODEL = DATA / "llama-ct-g32"
 
 
-def make(model=MODEL, **config):
+def make(model=MODEL, ahead=False, **config):
+    """ahead: as on a device that works by itself (see Runner.runs_ahead)."""
     defaults = {
         "dtype": "float32",
         "device": "cpu",
@@ -18,7 +19,9 @@ def make(model=MODEL, **config):
         "kv_cache_bytes": 16 << 20,
         "threads": 1,
     }
-    return build_engine(EngineConfig(str(model), **(defaults | config)))
+    engine = build_engine(EngineConfig(str(model), **(defaults | config)))
+    engine.runner.runs_ahead = ahead
+    return engine
 
 
 def request(name, prompt, max_tokens=20, **sampling):

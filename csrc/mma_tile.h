@@ -1,17 +1,21 @@
 // Up to 16 rows of x on CUDA: 16 rows of w are the first operand of the 16x8x16 matrix instruction, 8 rows of x the other.
 //
 // A wave streams its slice through a ring of STAGES stages in shared memory, its own and nobody else's, by asynchronous
-// copies of 16 bytes. One step is 128 k of ROWS rows of w and of the rows of x:
+// copies of 16 bytes. One step is 32 STEP k of ROWS rows of w and of the rows of x; the copies of the one STAGES - 1 steps on
+// begin as soon as all lanes are done with the step before, whose stage they overwrite:
 //
-//   stage   w  [ROWS][4 granules]      x  [M][16 chunks of 8 k]       rows swizzled: no two lanes meet in a bank
+//   stage   w  [ROWS][STEP granules]      x  [M][4 STEP chunks of 8 k]       rows swizzled: no two lanes meet in a bank
 //
 // ldmatrix takes eight rows of one granule and leaves word t of row g in lane (g, t), where the instruction wants it: so it
 // multiplies inside one granule, and a sum never meets two groups. The scales and zero points of the whole slice come
 // first, in one go.
 //
 // What becomes of zero points, and of the bias of raw numbers BIAS + q, where those go into the sums:
-//   groups of 32      sums start at -(BIAS + 8) sum x; what is left, (z - 8) s sum x, comes off the totals for the four groups
-//                     of a step together, itself a product of small matrices, rows of w x groups times groups x rows of x
+//   groups of 32 with zero points
+//                     (BIAS + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
+//                     rows of w x groups times groups x rows of x. fp16, whose bias is large beside its rounding, has sums
+//                     start at -(BIAS + 8) sum x, and (z - 8) s sum x come off.
+//   without them      sums start at -(BIAS + 8) sum x
 //   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
 //   else              there is no bias: every pair becomes q - z, exactly
 //
@@ -36,8 +40,10 @@ NYBBLE_DEV void copy_once(u32 to, const u8* from, bool present, u64 policy) {
 NYBBLE_DEV void copy(u32 to, const u8* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
 }
-NYBBLE_DEV void copy_word(u32 to, const u8* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+// BYTES to shared memory, of which some are there, the others zeros.
+template <int BYTES>
+NYBBLE_DEV void copy_some(u32 to, const u8* from, int there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there));
 }
 // An address that stays in its registers: the compiler would work it out anew for every copy.
 NYBBLE_DEV const u8* kept(const u8* p) {
@@ -73,6 +79,14 @@ NYBBLE_DEV Quad load_matrices(u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(q.word[0]), "=r"(q.word[1]), "=r"(q.word[2]), "=r"(q.word[3])
                : "r"(row));
+  return q;
+}
+
+NYBBLE_DEV Quad load_chunk(u32 at) {
+  Quad q;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(q.word[0]), "=r"(q.word[1]), "=r"(q.word[2]), "=r"(q.word[3])
+               : "r"(at));
   return q;
 }
 
@@ -123,9 +137,9 @@ struct MmaTile {
   static constexpr int TILES = ROWS / 16, EIGHTS = ROWS / 8;
   static constexpr int X_TILES = (M + 7) / 8;
   static constexpr int PER_GROUP = GROUP / GRANULE, GROUPS = STEP / PER_GROUP;  // granules of a group, groups of a step
-  static constexpr bool START = PER_GROUP == 1 && GROUPS == 4;
-  static constexpr bool AFTER = !START && !Type::FINE && X_TILES * GROUPS <= STEP;
-  static constexpr bool TOGETHER = START && ZEROS;
+  static constexpr bool TOGETHER = PER_GROUP == 1 && ZEROS;
+  static constexpr bool START = PER_GROUP == 1 && (Type::FINE || !ZEROS);
+  static constexpr bool AFTER = PER_GROUP > 1 && !Type::FINE && X_TILES * GROUPS <= STEP;
   static constexpr int W_BYTES = ROWS * STEP * GRANULE_BYTES;
   static constexpr int X_ROW_BYTES = STEP * GRANULE * 2;
   static constexpr int STAGE_BYTES = W_BYTES + M * X_ROW_BYTES;
@@ -143,6 +157,11 @@ struct MmaTile {
     return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / STEP) % STEP)) * GRANULE_BYTES;
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
+  // A step's stage comes after the last one's, the first one's after the end.
+  static NYBBLE_METHOD u32 next_stage(u32 stage, u32 ring) {
+    stage += STAGE_BYTES;
+    return stage == ring + STAGES * STAGE_BYTES ? ring : stage;
+  }
 
   // A wave's scales, then zero points, step by step: of each, all rows' side by side. A row's scales of a step are read at
   // once; where that is less than a word, a word has two steps.
@@ -168,7 +187,8 @@ struct MmaTile {
     const int steps = slice.last - slice.first;
     const int most_steps = ((p.granules() + STEP - 1) / STEP + p.splits * WAVES - 1) / (p.splits * WAVES);
     const int granules = p.granules();
-    const u32 low_nibbles = LOW_NIBBLES + (u32(p.splits) >> 31);  // not a constant, as far as the compiler can tell
+    const u32 none = u32(p.splits) >> 31;  // 0, but not a constant, as far as the compiler can tell
+    const u32 low_nibbles = LOW_NIBBLES + none, zero_mask = ZERO_MASK + none;
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;
     u8* const scales = shared + SHARED_BYTES + wave * side_bytes(most_steps);
@@ -191,14 +211,13 @@ struct MmaTile {
       w_row[i] = kept(p.w + u64(n) * u32(p.w_stride) + smaller(first_granule, granules - 1) * GRANULE_BYTES);
       if (i < SWIZZLES) w_to[i] = w_place(row, copied_granule);
     }
-    const auto fetch_w = [&](int step) {
+    const auto fetch_w = [&](int step, u32 stage) {
       // Past the end of the row, which only a last step can be, zeros are written; the address stays inside.
       const bool present = first_granule + step * STEP < granules;
       const u32 from = present ? step * (STEP * GRANULE_BYTES) : 0;
-      const u32 to = ring_address + step % STAGES * STAGE_BYTES;
       NYBBLE_UNROLL
       for (int i = 0; i < ROWS / COPIED; i++) {
-        copy_once(to + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES), w_row[i] + from,
+        copy_once(stage + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES), w_row[i] + from,
                   present, policy);
       }
     };
@@ -206,53 +225,60 @@ struct MmaTile {
     constexpr int CHUNKS = STEP * 4, X_COPIED = WAVE / CHUNKS, X_COPIES = (M + X_COPIED - 1) / X_COPIED;
     const int copied_chunk = lane % CHUNKS, copied_m = lane / CHUNKS;
     const u8* const x_base = p.x + u64(slice.first) * X_ROW_BYTES + copied_chunk * 16;
-    u32 x_row[X_COPIES];
+    u32 x_row[X_COPIES], x_to[2];  // copies i and i + 2 are to rows of one parity
+    NYBBLE_UNROLL
+    for (int i = 0; i < 2; i++) x_to[i] = W_BYTES + x_place(i * X_COPIED + copied_m, copied_chunk);
     NYBBLE_UNROLL
     for (int i = 0; i < X_COPIES; i++) x_row[i] = smaller(i * X_COPIED + copied_m, p.m - 1) * u32(p.x_stride);
-    const auto fetch_x = [&](int step) {
+    const auto fetch_x = [&](int step, u32 stage) {
       const bool present = (slice.first + step) * (STEP * GRANULE) + copied_chunk * 8 < p.k;
       const u8* const from = present ? x_base + step * X_ROW_BYTES : p.x;
-      const u32 to = ring_address + step % STAGES * STAGE_BYTES + W_BYTES;
       NYBBLE_UNROLL
       for (int i = 0; i < X_COPIES; i++) {
-        const int m = i * X_COPIED + copied_m;
-        if (M % X_COPIED == 0 || m < M) copy(to + x_place(m, copied_chunk), from + x_row[i], present);
+        const u32 to = stage + x_to[i % 2] + i / 2 * (2 * X_COPIED * X_ROW_BYTES);
+        if (M % X_COPIED == 0 || i * X_COPIED + copied_m < M) copy(to, from + x_row[i], present);
       }
     };
 
     NYBBLE_UNROLL
     for (int step = 0; step < STAGES - 1; step++) {
-      if (step < steps) fetch_w(step);
+      if (step < steps) fetch_w(step, ring_address + step * STAGE_BYTES);
     }
-    // Scales and zero points of the whole slice, in whole words; where a row of scales begins in the middle of one, one by
-    // one.
+    // Scales and zero points of the whole slice, as many bytes at a time as the addresses of rows allow.
     const int first_group = slice.first * GROUPS;
     const int groups = smaller(steps * GROUPS, granules / PER_GROUP - first_group);
+    const u8* s_row[EIGHTS];
     NYBBLE_UNROLL
     for (int e = 0; e < EIGHTS; e++) {
-      const int row = 8 * e + g;
-      const u8* from = p.scales + u64(smaller(row0 + row, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
-      const bool whole_words = u64(from) % 4 == 0;
-      for (int b = 4 * t; whole_words && b < groups * SCALE_BYTES; b += 16) {
-        copy_word(shared_address(&scale_of(scales, row, b / SCALE_BYTES)), from + b);
-      }
+      s_row[e] = p.scales + u64(smaller(row0 + 8 * e + g, p.n - 1)) * u32(p.s_stride) + first_group * SCALE_BYTES;
+    }
+    const u32 s_address = u32(u64(p.scales)) | u32(p.s_stride) | u32(first_group * SCALE_BYTES);
+    if (s_address % smaller(SCALE_UNIT, 16) == 0) {
+      copy_scales<SCALE_UNIT>(scales, s_row, groups * SCALE_BYTES);
+    } else if (s_address % 4 == 0) {
+      copy_scales<4>(scales, s_row, groups * SCALE_BYTES);
+    } else {
       NYBBLE_NO_UNROLL
-      for (int i = t; !whole_words && i < groups; i += 4) {
-        scale_of(scales, row, i) = load<typename Scale::Bits>(from, i * SCALE_BYTES);
+      for (int i = t; i < groups; i += 4) {
+        NYBBLE_UNROLL
+        for (int e = 0; e < EIGHTS; e++) {
+          scale_of(scales, 8 * e + g, i) = load<typename Scale::Bits>(s_row[e], i * SCALE_BYTES);
+        }
       }
     }
     NYBBLE_UNROLL
     for (int e = 0; ZEROS && e < EIGHTS; e++) {
       const u8* from = p.zeros + u64(smaller(row0 + 8 * e, p.n - 1) / 8) * u32(p.z_stride) + first_group * 4;
+      NYBBLE_NO_UNROLL
       for (u32 i = lane; i < groups; i += WAVE) {
-        copy_word(shared_address(zeros) + zero_place(e, i / GROUPS, i % GROUPS), from + 4 * i);
+        copy_some<4>(shared_address(zeros) + zero_place(e, i / GROUPS, i % GROUPS), from + 4 * i, 4);
       }
     }
 
     wait_for_last_launch();
     NYBBLE_UNROLL
     for (int step = 0; step < STAGES - 1; step++) {
-      if (step < steps) fetch_x(step);
+      if (step < steps) fetch_x(step, ring_address + step * STAGE_BYTES);
       end_copies();
     }
     if (groups < steps * GROUPS) {
@@ -268,32 +294,50 @@ struct MmaTile {
       }
     }
 
-    // ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1.
-    const int matrix_row = lane % 16, matrix_granule = lane / 16;
-    Pair column[GROUPS];  // ones in the column of w that lanes (., t = group) have first, else 0
+    // Where a lane reads in a stage. ldmatrix: matrices are rows 0-7 and 8-15 of a tile, granule j, then both again, granule
+    // j + 1. x: rows of one parity have the chunks of granules j and j + 1 in the other order.
+    const int x_row0 = g % (M < 8 ? M : 8);
+    u32 w_at[STEP / 2], x_at[2];
     NYBBLE_UNROLL
-    for (int group = 0; group < GROUPS; group++) column[group] = g == 2 * group ? Type::ONES : 0;
+    for (int j = 0; j < STEP; j += 2) w_at[j / 2] = w_place(lane % 16, j + lane / 16);
+    NYBBLE_UNROLL
+    for (int i = 0; i < 2; i++) x_at[i] = W_BYTES + x_place(x_row0, 4 * i + t);
+    // ones in the column of w that lanes (., t) have as their first, for group t, or as their second, for group t + 4; else 0
+    Pair column[GROUPS];
+    NYBBLE_UNROLL
+    for (int group = 0; group < GROUPS; group++) column[group] = g == group % 4 * 2 + group / 4 ? Type::ONES : 0;
+    u32 stage = ring_address, last_stage = ring_address + (STAGES - 1) * STAGE_BYTES;
     for (int step = 0; step < steps; step++) {
       wait_for_copies<STAGES - 2>();
       __syncwarp();
-      const u8* stage = ring + step % STAGES * STAGE_BYTES;
-      const u32 w_stage = ring_address + step % STAGES * STAGE_BYTES;
 
       float sum[TILES][X_TILES][4];
       float x_sum[X_TILES][4];     // AFTER: of the group so far, for the rows of x that `sum` is of
-      float sum_of_t[X_TILES][4];  // TOGETHER: lane (g, t)'s is of x row g over group t
+      float sum_of_t[X_TILES][4];  // TOGETHER: lane (g, t) has x row g's over groups t and t + 4, each in two parts
       NYBBLE_UNROLL
       for (int i = 0; i < X_TILES * 4; i++) sum_of_t[i / 4][i % 4] = 0;
       StepScales step_scales[EIGHTS];
-      NYBBLE_UNROLL
-      for (int e = 0; e < EIGHTS; e++) step_scales[e] = StepScales(scales + scale_place(8 * e + g, step, 0));
+      Quad x[2][X_TILES], w[TILES];
       NYBBLE_UNROLL
       for (int j = 0; j < STEP; j += 2) {
-        Quad x[2][X_TILES];
         NYBBLE_UNROLL
         for (int i = 0; i < 2 * X_TILES; i++) {
-          const int m = (i / 2 * 8 + g) % M, chunk = 4 * (j + i % 2) + t;
-          x[i % 2][i / 2] = *reinterpret_cast<const Quad*>(stage + W_BYTES + x_place(m, chunk));
+          x[i % 2][i / 2] = load_chunk(stage + x_at[i % 2] + j * 64 + i / 2 * (8 * X_ROW_BYTES));
+        }
+        NYBBLE_UNROLL
+        for (int tile = 0; tile < TILES; tile++) {
+          w[tile] = load_matrices(stage + w_at[j / 2] + tile * (16 * STEP * GRANULE_BYTES));
+        }
+        if (j == 0) {
+          NYBBLE_UNROLL
+          for (int e = 0; e < EIGHTS; e++) step_scales[e] = StepScales(scales + scale_place(8 * e + g, step, 0));
+          // All lanes are done with the step before: its stage is free.
+          if (step + STAGES - 1 < steps) {
+            fetch_w(step + STAGES - 1, last_stage);
+            fetch_x(step + STAGES - 1, last_stage);
+          }
+          end_copies();
+          last_stage = stage;
         }
         float of_x[2][X_TILES][4];  // what the sums of granule j + i start at; AFTER: x_sum as far as that
         NYBBLE_UNROLL
@@ -320,11 +364,11 @@ struct MmaTile {
 
         NYBBLE_UNROLL
         for (int tile = 0; tile < TILES; tile++) {
-          const Quad w = load_matrices(w_stage + w_place(16 * tile + matrix_row, j + matrix_granule));
-          u32 zero[2][2];  // [rows low, high][granule j, j + 1]
+          u32 zero[2];  // of rows low and high, for both granules
           NYBBLE_UNROLL
-          for (int h = 0; h < 2 && !START; h++) {
-            load_zeros(zero[h], zeros + zero_place(2 * tile + h, step, j / PER_GROUP), g);
+          for (int h = 0; h < 2 && PER_GROUP > 1; h++) {
+            const u32 at = zero_place(2 * tile + h, step, j / PER_GROUP);
+            zero[h] = in_place(ZEROS ? load<u32>(zeros, at) : SYMMETRIC_ZEROS, g);
           }
           NYBBLE_UNROLL
           for (int i = 0; i < 2; i++) {
@@ -334,12 +378,13 @@ struct MmaTile {
               for (int c = 0; c < X_TILES * 4; c++) sum[tile][c / 4][c % 4] = START ? of_x[i][c / 4][c % 4] : 0;
             }
             Pair low[4], high[4];
-            if constexpr (!START && !AFTER) {
-              exact_pairs<Type>(w.word[2 * i], doubled_zero(zero[0][i]), low, low_nibbles);
-              exact_pairs<Type>(w.word[2 * i + 1], doubled_zero(zero[1][i]), high, low_nibbles);
+            const u32(&word)[4] = w[tile].word;
+            if constexpr (!START && !AFTER && !TOGETHER) {
+              exact_pairs<Type>(word[2 * i], doubled_zero(zero[0]), low, low_nibbles);
+              exact_pairs<Type>(word[2 * i + 1], doubled_zero(zero[1]), high, low_nibbles);
             } else {
-              raw_pairs<Type, false>(w.word[2 * i], low, low_nibbles);
-              raw_pairs<Type, false>(w.word[2 * i + 1], high, low_nibbles);
+              raw_pairs<Type, false>(word[2 * i], low, low_nibbles);
+              raw_pairs<Type, false>(word[2 * i + 1], high, low_nibbles);
             }
             NYBBLE_UNROLL
             for (int c = 0; c < X_TILES; c++) add(sum[tile][c], low, high, x[i][c]);
@@ -353,7 +398,7 @@ struct MmaTile {
                 NYBBLE_UNROLL
                 for (int c = 0; c < X_TILES; c++) {
                   float value = sum[tile][c][v];
-                  if constexpr (AFTER) value = fmaf(-biased(zero[h][i]), of_x[i][c][v], value);
+                  if constexpr (AFTER) value = fmaf(minus_biased(zero[h], zero_mask), of_x[i][c][v], value);
                   total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
@@ -361,37 +406,43 @@ struct MmaTile {
           }
         }
       }
-      NYBBLE_UNROLL
-      for (int tile = 0; TOGETHER && tile < TILES; tile++) {
-        float zs[2];  // (z - 8) s of group t, rows g and g + 8
+      if constexpr (TOGETHER) {
         NYBBLE_UNROLL
-        for (int h = 0; h < 2; h++) {
-          const int eight = 2 * tile + h;
-          const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, t)), g);
-          const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, t));
-          zs[h] = (biased(zero) - (128 + SYMMETRIC_ZERO)) * Scale::wide(s);
-        }
-        NYBBLE_UNROLL
-        for (int c = 0; c < X_TILES; c++) {
-          const Halves x(-(sum_of_t[c][0] + sum_of_t[c][2]));
-          if constexpr (Scale::BITS + 3 <= Halves::BITS) {
-            multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
-            multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
-          } else {
-            const Halves low(zs[0]), high(zs[1]);
-            multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
-            multiply_tf32(total[tile][c], low.high, high.high, x.low);
-          }
-        }
+        for (int four = 0; four < GROUPS / 4; four++) take_off(four, sum_of_t, scales, zeros, step, zero_mask);
       }
-      __syncwarp();
-      if (step + STAGES - 1 < steps) {
-        fetch_w(step + STAGES - 1);
-        fetch_x(step + STAGES - 1);
-      }
-      end_copies();
+      stage = next_stage(stage, ring_address);
     }
     wait_for_copies<0>();
+  }
+
+  // What zero points come to, and what of the bias is in the sums yet, for groups 4 four + t of a step.
+  NYBBLE_METHOD void take_off(int four, const float (&sum_of_t)[X_TILES][4], const u8* scales, const u8* zeros, int step,
+                              u32 zero_mask) {
+    const int g = lane_index() / 4, t = lane_index() % 4, group = 4 * four + t;
+    NYBBLE_UNROLL
+    for (int tile = 0; tile < TILES; tile++) {
+      float zs[2];  // rows g and g + 8: less than 0
+      NYBBLE_UNROLL
+      for (int h = 0; h < 2; h++) {
+        const int eight = 2 * tile + h;
+        const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, group)), g);
+        const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, group));
+        const float z = START ? minus_biased(zero, zero_mask) + (128 + SYMMETRIC_ZERO) : minus_biased(zero, zero_mask);
+        zs[h] = z * Scale::wide(s);
+      }
+      NYBBLE_UNROLL
+      for (int c = 0; c < X_TILES; c++) {
+        const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
+        if constexpr (START && Scale::BITS + 3 <= Halves::BITS) {
+          multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
+          multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
+        } else {
+          const Halves low(zs[0]), high(zs[1]);
+          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
+          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
+        }
+      }
+    }
   }
 
   // As packed_zero, of bits 16-19. The same number of fp16 in sixteenths: 64 + z = 1024 + z - 960.
@@ -412,26 +463,14 @@ struct MmaTile {
   static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
   static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
 
-  // 128 + z of a zero point in bits 16-19.
-  static NYBBLE_METHOD float biased(u32 zero) { return as_float((zero & 0x000F0000) | 0x43000000); }
+  // -(128 + z) of a zero point in bits 16-19.
+  static constexpr u32 ZERO_MASK = 0x000F0000;
+  static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) { return as_float((zero & mask) | 0xC3000000); }
 
   static constexpr u32 SYMMETRIC_ZEROS = 0x88888888;
 
   // Of the zero points of eight rows, row g's in bits 16-19, others' around it.
   static NYBBLE_METHOD u32 in_place(u32 word, int g) { return ZEROS ? rotate_left(word, 16 - 4 * g) : word; }
-
-  // Of two granules of a step; at: the place of the first one's group.
-  static NYBBLE_METHOD void load_zeros(u32 (&zero)[2], const u8* at, int g) {
-    u32 word[2] = {SYMMETRIC_ZEROS, SYMMETRIC_ZEROS};
-    if constexpr (ZEROS && PER_GROUP == 1) {
-      const u64 both = load<u64>(at, 0);
-      word[0] = u32(both), word[1] = u32(both >> 32);
-    } else if constexpr (ZEROS) {
-      word[0] = word[1] = load<u32>(at, 0);
-    }
-    NYBBLE_UNROLL
-    for (int i = 0; i < 2; i++) zero[i] = in_place(word[i], g);
-  }
 
   // A row's scales of one step, side by side as in memory.
   struct StepScales {
@@ -447,12 +486,25 @@ struct MmaTile {
         const u64 both = load<u64>(at, 0);
         word[0] = u32(both), word[1] = u32(both >> 32);
       } else {
-        const Quad all = load_quad(at, 0);
         NYBBLE_UNROLL
-        for (int i = 0; i < 4; i++) word[i] = all.word[i];
+        for (int i = 0; i < SCALE_UNIT / 4; i++) word[i] = load_quad(at, i / 4 * 16).word[i % 4];
       }
     }
   };
+  // A slice's scales, UNIT bytes of a row at a time, and at most 16; those past the end are zeros.
+  template <int UNIT>
+  static NYBBLE_METHOD void copy_scales(u8* scales, const u8* const (&s_row)[EIGHTS], int bytes) {
+    constexpr int AT_ONCE = UNIT > 16 ? 16 : UNIT;
+    const int g = lane_index() / 4, t = lane_index() % 4;
+    NYBBLE_NO_UNROLL
+    for (int b = AT_ONCE * t; b < bytes; b += 4 * AT_ONCE) {
+      NYBBLE_UNROLL
+      for (int e = 0; e < EIGHTS; e++) {
+        const u32 to = shared_address(&scale_of(scales, 8 * e + g, b / SCALE_BYTES));
+        copy_some<AT_ONCE>(to, s_row[e] + b, smaller(AT_ONCE, bytes - b));
+      }
+    }
+  }
   // group: of the slice
   static NYBBLE_METHOD typename Scale::Bits& scale_of(u8* scales, int row, u32 group) {
     return *reinterpret_cast<typename Scale::Bits*>(scales + scale_place(row, group / GROUPS, group % GROUPS));

@@ -378,6 +378,13 @@ FAULTS = (
         "tests/kernels/test_skinny.py -k bad_calls",
     ),
     Fault(
+        "decode kernel's plan for short groups taken whether it fits or not",
+        "kernels/linear/skinny.py",
+        "if short.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:",
+        "if True:",
+        "tests/kernels/test_skinny.py -k fits_the_chip",
+    ),
+    Fault(
         "decode kernel's ring larger than its shared memory",
         "kernels/linear/skinny.py",
         "while plan.shared_bytes(k, group_size, scale_bytes, zeros) > target.lds_bytes and plan.waves > 1:",

@@ -135,6 +135,10 @@ def _cuda_plan(
     """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), G 128, bf16."""
     units, few = target.compute_units, m <= 8
     bucket = power_of_two(m)
+    if group_size == _GRANULE and zeros:
+        short = _short_groups_plan(units, bucket, n, k)
+        if short.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:
+            return short
     if n >= 64 * units:
         # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
         # about as much as five rows.
@@ -161,6 +165,20 @@ def _cuda_plan(
             f"memory, accepted at most {target.lds_bytes} on {target.arch}"
         )
     return plan
+
+
+def _short_groups_plan(units: int, bucket: int, n: int, k: int) -> Plan:
+    """For zero points of groups of 32, whose steps take longer: fewer rows, or longer steps. Measured likewise, G 32."""
+    few = bucket <= 8
+    if n >= 64 * units:
+        rows, waves, step, stages = (48, 2, 8, 3) if bucket == 1 else (48, 2, 4, 4) if few else (48, 4, 4, 3)
+    elif k >= 8192 and n <= 32 * units:
+        rows, waves, step, stages = (32, 8, 8, 3) if few else (32, 4, 8, 3)
+    elif few:
+        rows, waves, step, stages = 16 if n <= 32 * units else 32, 8, 4, 3
+    else:
+        rows, waves, step, stages = 32 if n <= 32 * units else 48, 8, 4, 3
+    return Plan("MmaTile", bucket, rows, waves, step, stages)
 
 
 def _splits(target: Target, plan: Plan, n: int, k: int) -> int:

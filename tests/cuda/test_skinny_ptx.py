@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,8 +36,10 @@ def nvrtc() -> Nvrtc:
         pytest.skip("needs the library nvrtc: it is not installed")
 
 
-def plan(m: int, rows: int = 16, waves: int = 2, splits: int = 1) -> skinny.Plan:
-    return skinny.Plan("MmaTile", m, rows, waves, step=4, stages=3, splits=splits)
+def plan(
+    m: int, rows: int = 16, waves: int = 2, splits: int = 1, step: int = 4, stages: int = 3
+) -> skinny.Plan:
+    return skinny.Plan("MmaTile", m, rows, waves, step, stages, splits)
 
 
 def bits(t: torch.Tensor) -> np.ndarray:
@@ -130,6 +133,22 @@ def test_scales_of_every_type_whose_rows_begin_in_the_middle_of_a_word(scale_dty
     agrees(nvrtc, plan(4), 24, 9 * g, g, False, torch.bfloat16, scale_dtype=scale_dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize("g", [32, 128])
+@pytest.mark.parametrize("m, step, stages", [(1, 8, 3), (4, 4, 4), (16, 4, 2), (16, 8, 3)])
+def test_steps_and_stages(m, step, stages, g, dtype, nvrtc):
+    """More steps than stages; the last one past K."""
+    agrees(nvrtc, plan(m, step=step, stages=stages), 24, 10 * step * 32 + 4 * 32, g, False, dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+def test_long_steps_of_short_groups(symmetric, nvrtc):
+    """Scales of fp32, two reads a step; rows of scales that begin at no multiple of what a copy takes."""
+    one = plan(8, rows=32, splits=2, step=8, stages=2)
+    agrees(nvrtc, one, 40, 1056, 32, symmetric, torch.bfloat16, scale_dtype=torch.float32)
+    agrees(nvrtc, one, 40, 1088, 32, symmetric, torch.bfloat16)
+
+
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_gates(splits, gate, nvrtc):
@@ -152,10 +171,11 @@ def test_any_n_and_rows_farther_apart(nvrtc):
 
 def test_large_means_do_not_drown_the_rest(nvrtc):
     """sum x is thousands of times what is left after the bias came off."""
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype, step in product((torch.float16, torch.bfloat16), (4, 8)):
         weight, w, x = problem(8, 16, 640, 32, False, dtype)
         x = x + 100
-        assert_close(run(nvrtc, plan(8), x, w), linear_reference(x, replace(weight, scales=w.scales[:16])))
+        y = run(nvrtc, plan(8, step=step), x, w)
+        assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:16])))
 
 
 def test_the_same_bits_whatever_comes_first(nvrtc):
@@ -193,6 +213,12 @@ PLANTED = {
         "reads global memory that it may not",
     ),
     "another row's zero point": ("mma_tile.h", "16 - 4 * g", "12 - 4 * g", "worst"),
+    "a stage overwritten while it is read": (
+        "mma_tile.h",
+        "fetch_w(step + STAGES - 1, last_stage);",
+        "fetch_w(step + STAGES - 1, stage);",
+        "before the copy to it was waited for",
+    ),
     "the part of sum x that one multiplication loses": (
         "mma_tile.h",
         "low = value - high;",
@@ -210,7 +236,7 @@ def test_planted_faults_are_found(name, nvrtc):
     source = Sources(files | {file: files[file].replace(old, new)}, digest="")
     with pytest.raises((Fault, AssertionError), match=words):
         for dtype in (torch.float16, torch.bfloat16):
-            weight, w, x = problem(5, 24, 640, 32, False, dtype)
+            weight, w, x = problem(5, 24, 2560, 32, False, dtype)
             x = x + 100
             y = run(nvrtc, plan(8, splits=2), x, w, source=source)
             assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -115,8 +116,10 @@ def _server(bench: EngineBench, folder: str, place: Path) -> Iterator[tuple[str,
     command += ["--max-running", str(max(bench.batches)), "--max-model-len", str(bench.longest)]
     command += ["--max-queue", str(2 * max(bench.batches)), "--prefix-cache", "false", *_engine_flags(bench)]
     log = place / "server.log"
+    # What the environment says of another server (its keys, its log) is not this one's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NYBBLE_")}
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
     try:
         address = _wait_until_ready(process, log)
         yield address

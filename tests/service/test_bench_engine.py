@@ -94,7 +94,9 @@ def test_the_commands_print_a_table_and_write_json(command, tmp_path):
     assert found["bench"]["shape"] == "tiny"
 
 
-def test_streams_over_http_beside_the_engine(tmp_path):
+def test_streams_over_http_beside_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("NYBBLE_LOG_LEVEL", "error")  # meant for a server of the user's
+    monkeypatch.setenv("NYBBLE_API_KEY", "0123456789abcdef")
     output = tmp_path / "out.json"
     arguments = ["bench", "serve", *TINY, "--batches", "1,3", "--contexts", "16", "--output", str(output)]
     result = CliRunner().invoke(app, arguments)

@@ -13,12 +13,14 @@ from ptx_emulator import Fault, Kernel, Memory
 from torch.nn.functional import gelu, silu
 from weights import make_weight
 
+from nybble.kernels.bench.problem import QWEN3_8B
 from nybble.kernels.linear import skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.native.compilers import Nvrtc
 from nybble.kernels.native.libraries import LibraryNotFound
 from nybble.kernels.native.program import Sources, csrc
 from nybble.kernels.skinny_layout import SkinnyWeight, pack
+from nybble.kernels.target import Target
 from nybble.kernels.testing import assert_close
 
 ARCH = "sm_90"
@@ -131,6 +133,23 @@ def test_up_to_eight_rows_a_last_step_past_k_and_parts_of_k(g, dtype, nvrtc):
 )
 def test_scales_of_every_type_whose_rows_begin_in_the_middle_of_a_word(scale_dtype, g, nvrtc):
     agrees(nvrtc, plan(4), 24, 9 * g, g, False, torch.bfloat16, scale_dtype=scale_dtype)
+
+
+H200 = Target("cuda", "sm_90", "", 132, 232448)
+CHOSEN = {
+    (symmetric, g, skinny.plan_for(H200, m, n, k, g, 2, not symmetric))
+    for symmetric, g in ((False, 32), (True, 128))
+    for n, k in QWEN3_8B.values()
+    for m in (1, 4, 8, 16)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("symmetric, g, chosen", sorted(CHOSEN, key=str), ids=str)
+def test_the_plans_of_a_large_model(symmetric, g, chosen, nvrtc):
+    """Every wave has a step more than its ring has stages."""
+    k = chosen.waves * (chosen.stages + 1) * chosen.step * 32
+    agrees(nvrtc, chosen, chosen.rows + 8, k, g, symmetric, torch.bfloat16)
 
 
 @DTYPES

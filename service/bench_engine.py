@@ -301,7 +301,7 @@ def _split_on_device(engine: Engine, batch: int, steps: int) -> dict[str, float]
     which makes everything take longer. Without a graph whole steps are profiled, and their sum is a little too large."""
     from torch.profiler import ProfilerActivity, profile
 
-    device, graphs = engine.runner.device, engine.runner.graphs
+    device, graphs = engine.runner.device, engine.runner.graphs.get("decode")
     bucket = next((b for b in graphs.buckets if b >= batch), None) if graphs is not None else None
 
     def run() -> None:

@@ -616,6 +616,13 @@ FAULTS = (
         "tests/service/test_doctor.py -k 262144",
     ),
     Fault(
+        "a graph is replayed for prompts that it was not captured for",
+        "service/engine/inputs.py",
+        "return fixed.get(len(batch.token_ids)) is batch",
+        "return len(batch.token_ids) in fixed",
+        "tests/engine/test_inputs.py -k batch_of_their_own",
+    ),
+    Fault(
         "a dependent launch reads before it waits",
         "kernels/fused/activation.py",
         "    wait_for_last(DEPENDENT)\n    row = tl.program_id(1).to(tl.int64)\n",

@@ -19,6 +19,8 @@ from nybble.kernels.attention import AttentionBackend, CacheShape, Span
 
 # Kernels are compiled for pointers that are multiples of 16 bytes.
 _ALIGN = 4
+# Rows of one sequence up to which its keys may be split over programs (triton_paged.py).
+FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)

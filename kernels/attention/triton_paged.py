@@ -25,12 +25,11 @@ import triton.language as tl
 
 from nybble.kernels import dependent, launch
 from nybble.kernels.attention import MAX_HEAD_DIM
+from nybble.kernels.attention.paged import FEW_ROWS
 from nybble.kernels.dependent import fetch_into_l2, let_next_start, wait_for_last
 from nybble.kernels.launch import HALF_TYPES, INT_TYPES, check, power_of_two
 from nybble.kernels.target import Target
 
-# Rows of one sequence up to which its keys may be split over programs.
-FEW_ROWS = 16
 MAX_SPLITS = 64
 # Programs that a decode launch aims at, per compute unit: several share one to hide the latency of memory.
 _PROGRAMS_PER_UNIT = 4
@@ -421,6 +420,9 @@ def launch_attention(
     row_blocks = triton.cdiv(max_q * group, tile.block_m)
     if splits is None:
         splits = splits_for(target, sequences, kv_heads, row_blocks) if few_rows else 1
+        if few_rows and max_q > 1:
+            # However many sequences: without splits it would be another kernel, compiled while requests wait.
+            splits = max(splits, 2)
     split = splits > 1
     parts = q.new_empty(rows, heads, splits, dim, dtype=torch.float32) if split else q
     lse = q.new_empty(rows, heads, splits, dtype=torch.float32) if split else q

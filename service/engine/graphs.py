@@ -1,4 +1,4 @@
-"""Captured decode steps: one device graph per batch size, checked against eager before it is trusted.
+"""Captured steps: one device graph per number of rows, checked against eager before it is trusted.
 
     prepare(bucket, forward, fill)   eager once (compiles what must be compiled), capture, replay on other inputs, compare
     run(bucket)                      replay; None where the bucket runs eagerly
@@ -75,10 +75,11 @@ class _DeviceGraph:
         self.graph.replay()
 
 
-class DecodeGraphs:
-    """fallbacks: reason -> buckets that run eagerly because of it."""
+class StepGraphs:
+    """Of one phase, "decode" or "prefill". fallbacks: reason -> buckets that run eagerly because of it."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, phase: str, capture: Capture) -> None:
+        self._phase = phase
         self._capture = capture
         self._graphs: dict[int, Captured] = {}
         self._calls: dict[int, Counter[tuple[str, str]]] = {}
@@ -111,7 +112,7 @@ class DecodeGraphs:
             return
         reason, detail = problem
         self.fallbacks[reason] += 1
-        log.warning("decode of %d rows runs without a graph (%s): %s", bucket, reason, detail)
+        log.warning("%s of %d rows runs without a graph (%s): %s", self._phase, bucket, reason, detail)
 
     def run(self, bucket: int) -> torch.Tensor | None:
         """Logits of the bucket's rows for the present inputs, valid until the next run; None: run eagerly."""

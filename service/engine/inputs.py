@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nybble.kernels.attention import Span
-from nybble.kernels.attention.paged import StepBuffers
+from nybble.kernels.attention.paged import FEW_ROWS, StepBuffers
 from nybble.service.models import Batch
 
 
@@ -50,8 +50,16 @@ class FreshInputs:
         return Batch(tensor(ids), tensor(positions), spans, rows)
 
 
+# Sequences that the fixed prefill batch of many rows has room for: each costs a few empty programs, and a row of the head.
+_TOGETHER = 8
+
+
 class StaticInputs:
-    """Buffers for every decode batch size, and one for prefill."""
+    """Buffers for every decode batch size, and one for prefill.
+
+    A number of rows has one Batch, always the same, so that what is captured from it stays right. Only prompts that are
+    more, or shorter beside each other, than the fixed batch of their rows is made for get one of their own.
+    """
 
     def __init__(self, limits: Limits, block_size: int, device: torch.device) -> None:
         blocks = -(-limits.max_model_len // block_size)
@@ -60,6 +68,8 @@ class StaticInputs:
         self._decode = {b: StepBuffers(b, b, blocks, block_size, device) for b in self.buckets}
         self._batches = {b: _decode_batch(buffers) for b, buffers in self._decode.items()}
         self._prefill = StepBuffers(self.rungs[-1], limits.max_running, blocks, block_size, device)
+        self._together = {r: 1 if r <= FEW_ROWS else min(limits.max_running, _TOGETHER) for r in self.rungs}
+        self._prompts = {r: self._prompt_batch(r) for r in self.rungs}
 
     def batch(
         self,
@@ -73,14 +83,28 @@ class StaticInputs:
         if phase == "decode":
             return self.decode(ids, positions, spans)
         rows = self.rungs[bisect_left(self.rungs, len(ids))]
+        longest = max(s.q_len for s in spans)
+        # Few rows of each sequence have a tile of their own, whatever their sum (see triton_paged.py).
+        if (
+            logit_rows is not None
+            and len(spans) <= self._together[rows]
+            and (longest <= FEW_ROWS) == (rows <= FEW_ROWS)
+        ):
+            self._prefill.fill(ids, positions, spans, logit_rows, rows, self._together[rows])
+            return self._prompts[rows]
         self._prefill.fill(ids, positions, spans, logit_rows or (), rows, len(spans))
-        # One row is a tile of its own (see triton_paged.py), which decode uses.
-        plan = self._prefill.plan(rows, len(spans), max(2, *(s.q_len for s in spans)))
+        # One row is a tile of its own, too, which decode uses.
+        plan = self._prefill.plan(rows, len(spans), max(2, longest))
         wanted = None if logit_rows is None else self._prefill.logit_rows(self.bucket(len(logit_rows)))
         return Batch(*self._prefill.tokens(rows), spans, wanted, plan)
 
+    def _prompt_batch(self, rows: int) -> Batch:
+        together = self._together[rows]
+        plan = self._prefill.plan(rows, together, rows)
+        return Batch(*self._prefill.tokens(rows), (), self._prefill.logit_rows(self.bucket(together)), plan)
+
     def decode(self, ids: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Batch:
-        """One row a sequence. Always the same Batch for a bucket: what is captured from it stays right."""
+        """One row a sequence."""
         bucket = self.bucket(len(ids))
         self._decode[bucket].fill(ids, positions, spans, (), bucket, bucket)
         return self._batches[bucket]
@@ -90,6 +114,19 @@ class StaticInputs:
 
     def decode_batch(self, bucket: int) -> Batch:
         return self._batches[bucket]
+
+    def fill_prompt(self, rows: int, ids: Sequence[int], span: Span) -> None:
+        """A whole prompt into the fixed batch of a rung, whatever its length."""
+        self._prefill.fill(ids, range(len(ids)), [span], [len(ids) - 1], rows, self._together[rows])
+
+    def prompt_batch(self, rows: int) -> Batch:
+        """The fixed one of a rung."""
+        return self._prompts[rows]
+
+    def is_fixed(self, phase: str, batch: Batch) -> bool:
+        """Whether this is the one Batch of its rows."""
+        fixed = self._batches if phase == "decode" else self._prompts
+        return fixed.get(len(batch.token_ids)) is batch
 
 
 def _decode_batch(buffers: StepBuffers) -> Batch:

@@ -94,7 +94,7 @@ def build_engine(config: EngineConfig, on_bytes: OnBytes | None = None) -> Engin
             )
         _refuse_unread(checkpoint, model_config)
 
-    needs = _needs(config, model_config, model.nbytes, dtype)
+    needs = _needs(config, model_config, model.nbytes, dtype, target)
     mode = "enabled" if dense else "disabled"
     plan = make_plan(readings, replace(needs, dense_mode=mode, dense_bytes=model.dense_nbytes))
     attention.allocate(_cache_shape(config, model_config, dtype, plan.kv_blocks), device)
@@ -169,7 +169,7 @@ def _attention(
 
 
 def _capture(device: torch.device, attention: AttentionBackend) -> Capture | None:
-    """How decode steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
+    """How steps are captured: where the device can, and the step's numbers stand at fixed addresses."""
     return DeviceCapture(device) if device.type == "cuda" and attention.name == "triton" else None
 
 
@@ -263,7 +263,7 @@ def _cache_shape(config: EngineConfig, m: DecoderConfig, dtype: torch.dtype, blo
 def _expected(
     config: EngineConfig, checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, target: Target
 ) -> MemoryNeeds:
-    needs = _needs(config, m, checkpoint.total_bytes, dtype)
+    needs = _needs(config, m, checkpoint.total_bytes, dtype, target)
     return replace(needs, dense_bytes=_dense_bytes(checkpoint, m, dtype, target))
 
 
@@ -276,9 +276,13 @@ def _dense_bytes(checkpoint: Checkpoint, m: DecoderConfig, dtype: torch.dtype, t
     )
 
 
-def _needs(config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: torch.dtype) -> MemoryNeeds:
+def _needs(
+    config: EngineConfig, m: DecoderConfig, weights_bytes: int, dtype: torch.dtype, target: Target
+) -> MemoryNeeds:
     widest = max(2 * m.intermediate_size, (m.heads + 2 * m.kv_heads) * m.head_dim)
     rows = config.prefill_tokens * (2 * widest + 4 * m.hidden_size) * dtype.itemsize
+    if target.kind != "cpu":
+        rows *= 2  # captured passes and eager ones keep their memory apart
     logits = config.max_running * m.vocab_size * 4 * 4
     mask = config.prefill_tokens * m.max_positions * dtype.itemsize
     return MemoryNeeds(

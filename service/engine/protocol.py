@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 # "abort": the client went away. "error": see StepOutput.error.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
-# Why a decode batch size runs without a captured graph (service/engine/graphs.py).
+# Why a number of rows runs without a captured graph (service/engine/graphs.py).
 GRAPH_FALLBACKS = ("capture_failed", "mismatch", "out_of_memory")
 
 # Log-probabilities go no lower: JSON has no infinities.
@@ -218,8 +218,8 @@ class EngineStats:
     tokens of the step before them had arrived.
     jit_*: kernels compiled at run time, by name, and found in a cache instead.
     gemm_samples are the seconds of the sampled GEMM calls since the previous snapshot, per (path, phase); gemm_latest
-    the seconds and M of the latest of them per (layer, path). graph_fallbacks: decode batch sizes that run without a
-    captured graph, by reason.
+    the seconds and M of the latest of them per (layer, path). graph_fallbacks: numbers of rows, of decode and of
+    prefill, that run without a captured graph, by reason.
     """
 
     started: int = 0

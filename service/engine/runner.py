@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from nybble.kernels.attention import Span
 from nybble.kernels.attention.paged import PagedAttention
 from nybble.kernels.linear import RECORDER
-from nybble.service.engine.graphs import Capture, DecodeGraphs
+from nybble.service.engine.graphs import Capture, StepGraphs
 from nybble.service.engine.inputs import FreshInputs, Limits, StaticInputs
 from nybble.service.engine.protocol import Token
 from nybble.service.engine.sampler import Draft, draw, score, warm
@@ -39,10 +40,11 @@ class Result(NamedTuple):
 
 class Runner:
     """Runs a step's decode rows and its prefill chunks as one forward pass, which reads the weights once, where the
-    attention back end takes both; otherwise as two. On the paged cache of a GPU all shapes are fixed, and decode is captured.
+    attention back end takes both; otherwise as two. On the paged cache of a GPU shapes are fixed and steps are captured, prompts
+    too: Python takes longer to launch the kernels of a short prompt than the device to run them.
 
     limits   needed where the model's attention is paged
-    capture  how decode steps are captured there; None: not at all
+    capture  how steps are captured there; None: not at all
 
     runs_ahead: whether `launch` returns before the device is done, so that the host has time for other things; a test
     may say so of a CPU. forward_seconds adds up the time inside the model, where it runs ahead with the wait for its
@@ -60,8 +62,10 @@ class Runner:
         self.device = device
         self.runs_ahead = device.type != "cpu"
         self.forward_seconds = 0.0
-        self.graphs = DecodeGraphs(capture) if capture is not None else None
-        self._eager_sample_s = 0.0
+        self.graphs: dict[str, StepGraphs] = {}
+        if capture is not None:
+            self.graphs = {phase: StepGraphs(phase, capture) for phase in ("prefill", "decode")}
+        self._eager_sample_s = {"prefill": 0.0, "decode": 0.0}
         self._static: StaticInputs | None = None
         if isinstance(model.attention, PagedAttention):
             assert limits is not None
@@ -71,8 +75,8 @@ class Runner:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Reason -> decode batch sizes that run eagerly because of it."""
-        return {} if self.graphs is None else self.graphs.fallbacks
+        """Reason -> numbers of rows, of decode and of prefill, that run eagerly because of it."""
+        return sum((graphs.fallbacks for graphs in self.graphs.values()), Counter())
 
     @torch.inference_mode()
     def launch(self, step: Step, after: Flight | None = None) -> Flight:
@@ -128,34 +132,42 @@ class Runner:
 
     def _warm_up(self, static: StaticInputs) -> None:
         RECORDER.sampling = False
-        RECORDER.phase = "prefill"
         # The largest first: its memory serves all others.
         for rows in reversed(static.rungs):
-            self._prompt(static, rows)
-        RECORDER.phase = "decode"
+
+            def prompt(problem: int, rows: int = rows) -> None:
+                self._fill_prompt(static, rows, problem)
+
+            self._prepare("prefill", static.prompt_batch(rows), prompt)
         prefix = self._prompt_blocks(2)
         for bucket in reversed(static.buckets):
-            batch = static.decode_batch(bucket)
 
-            def forward(batch: Batch = batch) -> torch.Tensor:
-                return self.model.forward(batch)
-
-            def fill(problem: int, bucket: int = bucket) -> None:
+            def step(problem: int, bucket: int = bucket) -> None:
                 static.decode(*self._decode_problem(bucket, problem, prefix))
 
-            if self.graphs is None:
-                fill(0)
-                forward()
-            else:
-                self.graphs.prepare(bucket, forward, fill)
+            self._prepare("decode", static.decode_batch(bucket), step)
+        warm(self.model.forward(static.decode_batch(1)))
 
-    def _prompt(self, static: StaticInputs, rows: int) -> None:
-        """A prompt of up to `rows` tokens from position 0, in blocks 0, 1, ... as far as there are any."""
+    def _prepare(self, phase: str, batch: Batch, fill: Callable[[int], None]) -> None:
+        """Run a fixed batch once, and capture it where that is done; fill(i) writes the i-th test problem into it."""
+        RECORDER.phase = phase
+
+        def forward() -> torch.Tensor:
+            return self.model.forward(batch)
+
+        if self.graphs:
+            self.graphs[phase].prepare(len(batch.token_ids), forward, fill)
+        else:
+            fill(0)
+            forward()
+
+    def _fill_prompt(self, static: StaticInputs, rows: int, problem: int) -> None:
+        """A prompt of up to `rows` tokens from position 0, in blocks 0, 1, ... as far as there are any, into the inputs."""
         size = self._block_size
         count = min(rows, self._limits.kv_blocks * size, self._limits.max_model_len)
-        ids = [self._token(i) for i in range(count)]
+        ids = [self._token(i + problem) for i in range(count)]
         span = Span(count, count, range(-(-count // size)))
-        warm(self.model.forward(static.batch("prefill", ids, range(count), [span], [count - 1])))
+        static.fill_prompt(rows, ids, span)
 
     def _prompt_blocks(self, wanted: int) -> int:
         """Blocks that `_prompt` has filled whole and that every row of a test problem can share; at most `wanted`."""
@@ -249,19 +261,21 @@ class Runner:
 
     def _logits(self, phase: str, batch: Batch) -> torch.Tensor:
         """[R, V], R at least the rows asked for."""
-        if phase == "decode" and self.graphs is not None and not self._is_sampled_eagerly():
-            logits = self.graphs.run(len(batch.token_ids))
+        graphs = self.graphs.get(phase)
+        fixed = self._static is not None and self._static.is_fixed(phase, batch)
+        if graphs is not None and fixed and not self._is_sampled_eagerly(phase):
+            logits = graphs.run(len(batch.token_ids))
             if logits is not None:
                 return logits
         return self.model.forward(batch)
 
-    def _is_sampled_eagerly(self) -> bool:
+    def _is_sampled_eagerly(self, phase: str) -> bool:
         """Whether this step leaves its graph so that its GEMM calls can be timed: a few times a minute, since an eager step
         takes several times as long."""
         now = perf_counter()
-        if not RECORDER.sampling or now - self._eager_sample_s < _EAGER_SAMPLE_EVERY_S:
+        if not RECORDER.sampling or now - self._eager_sample_s[phase] < _EAGER_SAMPLE_EVERY_S:
             return False
-        self._eager_sample_s = now
+        self._eager_sample_s[phase] = now
         return True
 
     def _score(self, hidden: torch.Tensor, sequence: Sequence, positions: range, first_row: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nybble.kernels.linear import RECORDER
-from nybble.service.engine.graphs import DecodeGraphs
+from nybble.service.engine.graphs import StepGraphs
 from nybble.service.engine.protocol import GRAPH_FALLBACKS
 
 
@@ -52,7 +52,7 @@ def counts():
 
 
 def prepared(capture, buckets=(2,)):
-    graphs, models = DecodeGraphs(capture), {b: Model(b) for b in buckets}
+    graphs, models = StepGraphs("decode", capture), {b: Model(b) for b in buckets}
     for bucket, model in models.items():
         graphs.prepare(bucket, model.forward, model.fill)
     return graphs, models
@@ -136,4 +136,4 @@ def test_an_eager_step_that_fails_is_no_fallback():
         raise RuntimeError("no kernel image")
 
     with pytest.raises(RuntimeError, match="no kernel image"):
-        DecodeGraphs(Graph).prepare(1, forward, lambda problem: None)
+        StepGraphs("decode", Graph).prepare(1, forward, lambda problem: None)

@@ -69,6 +69,33 @@ def test_prefill_is_padded_to_its_rung():
     assert one.logit_rows.tolist() == [2, 17, 3, 0]
 
 
+def test_prompts_come_in_the_fixed_batch_of_their_rows():
+    static = inputs()
+    one = static.batch("prefill", range(20), range(8, 28), [Span(20, 28, [3, 6, 1, 2])], [19])
+    assert one is static.prompt_batch(32) and static.is_fixed("prefill", one)
+    assert one.plan.q_start.tolist() == [0, 20, 21, 22, 23, 24] and one.plan.max_q == 32
+    assert one.plan.kv_len.tolist() == [28, 0, 0, 0, 0] and one.plan.slots[20:].tolist() == [-1] * 12
+    assert one.logit_rows.tolist() == [19, 0, 0, 0, 0]
+    spans = [Span(30, 30, [0, 1, 2, 3]), Span(1, 9, [4, 5])]
+    two = static.batch("prefill", range(31), [*range(30), 8], spans, [30])
+    assert two is one and two.plan.q_start.tolist() == [0, 30, 31, 32, 32, 32]
+    assert two.plan.kv_len.tolist() == [30, 9, 0, 0, 0] and two.logit_rows[0] == 30
+
+
+@pytest.mark.parametrize(
+    ("counts", "logit_rows"),
+    [((9, 7), [8, 15]), ((16, 2), [15, 17]), ((20,), None), ((17, 1, 1, 1, 1, 1, 1, 1, 1), [16])],
+    ids=["few rows of two", "few rows of each", "all logits", "more than there is room for"],
+)
+def test_other_prompts_get_a_batch_of_their_own(counts, logit_rows):
+    static = inputs(max_running=12)
+    spans = [Span(n, n, [3 * i, 3 * i + 1, 3 * i + 2]) for i, n in enumerate(counts)]
+    positions = [p for n in counts for p in range(n)]
+    batch = static.batch("prefill", range(sum(counts)), positions, spans, logit_rows)
+    assert not static.is_fixed("prefill", batch)
+    assert len(batch.plan.kv_len) == len(counts) and batch.plan.max_q == max(counts)
+
+
 def test_every_section_starts_at_a_multiple_of_16_bytes():
     """The Triton kernels are compiled for pointers that do."""
     static = inputs(max_running=3)

@@ -62,7 +62,9 @@ def run(engine, asked, *counts):
 def test_captured_decode_gives_the_references_text(make):
     engine = make()
     captured, replays = Graph.captured, Graph.replays
-    assert captured == replays == 3, "batches of 1, 2 and 3, each replayed once against eager"
+    assert captured == replays == 5, (
+        "batches of 1, 2 and 3, prompts of 16 and 32 rows, each replayed once against eager"
+    )
     asked = prompts(MODEL)[:2]
     assert run(engine, asked, 6) == [p["greedy_ids"][:6] for p in asked]
     assert Graph.replays > replays
@@ -78,7 +80,37 @@ def test_a_refused_capture_changes_no_text(make):
     engine = make(refuse)
     asked = prompts(MODEL)[:2]
     assert run(engine, asked, 4) == [p["greedy_ids"][:4] for p in asked]
-    assert engine.stats().graph_fallbacks == {"out_of_memory": 3}
+    assert engine.stats().graph_fallbacks == {"out_of_memory": 5}
+
+
+def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
+    asked = [{**p, "input_ids": p["input_ids"][:20]} for p in prompts(MODEL)[:2]]
+    eager = run(make(None, prefix_cache=False), asked, 3)
+
+    def fails_first(forward):
+        captures.append(forward)
+        if len(captures) == 1:  # the longest prompt's
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Graph(forward)
+
+    captures = []
+    engine = make(fails_first, prefix_cache=False)
+    assert run(engine, asked, 3) == eager
+    assert engine.stats().graph_fallbacks == {"capture_failed": 1}
+    graphs = engine.runner.graphs
+    assert graphs["prefill"].buckets == (16,) and graphs["decode"].buckets == (1, 2, 3)
+
+
+def test_prompts_are_replayed_but_for_those_that_are_timed(make):
+    engine = make(gemm_sample_every=1, prefix_cache=False, prefill_tokens=16, max_running=1)
+    asked = [{"input_ids": prompts(MODEL)[0]["input_ids"][:8]}]
+    engine.stats()
+    before = Graph.replays
+    run(engine, asked, 1)
+    assert Graph.replays == before, "the first is timed"
+    assert engine.stats().gemm_samples["cpu", "prefill"]
+    run(engine, asked, 1)
+    assert Graph.replays > before, "not again within seconds"
 
 
 def test_the_smallest_cache_warms_up(make):
@@ -91,7 +123,7 @@ def test_the_smallest_cache_warms_up(make):
 def test_ids_that_the_host_does_not_know_reach_the_static_inputs(make, monkeypatch):
     """As many rows as before, then fewer, in the buffers of another batch size: never the placeholders of the host."""
     monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)  # both runs in the same chunks, whatever they take
-    engine = make(prefix_cache=False)
+    engine = make(prefix_cache=False, prefill_tokens=16)
     asked = [{**p, "input_ids": p["input_ids"][-8:]} for p in prompts(MODEL)[:3]]
     expected = run(engine, asked, 9, 4, 7)
     launch, sizes = engine.runner.launch, []

@@ -46,6 +46,10 @@ CASES = [
     Case(((18, 30),), softcap=0.5, window=7),
     Case(((1, 20),), heads=2, kv_heads=1, dim=256, splits=2),
     Case(((17, 20),), heads=2, kv_heads=1, dim=96),
+    # A captured prompt: sequences that are not there, with a row of padding each and then with none.
+    Case(((20, 50), (1, 0), (1, 0), (0, 0), (0, 0))),
+    Case(((20, 50), (1, 0), (0, 0)), window=9),
+    Case(((9, 50), (1, 0), (0, 0))),
 ]
 
 

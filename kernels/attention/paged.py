@@ -112,7 +112,8 @@ class StepBuffers:
             self._kv_len[b] = 0
         self._q_start[sequences] = max(row, min(row + sequences - len(spans), rows))
         self._logit_rows[: len(logit_rows)] = logit_rows
-        self._logit_rows[len(logit_rows) : sequences] = 0
+        # To the end: a pass may have more rows of logits than sequences, and those of an earlier one need not exist in it.
+        self._logit_rows[len(logit_rows) :] = 0
         end = self._table_start + most * self.sequences
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._device.device.type == "cuda":

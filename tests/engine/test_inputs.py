@@ -69,6 +69,24 @@ def test_prefill_is_padded_to_its_rung():
     assert one.logit_rows.tolist() == [2, 17, 3, 0]
 
 
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 7, 9, 11, 13])
+def test_rows_of_logits_that_nobody_asked_for_exist_in_the_pass(count):
+    """A pass of its own reads as many as there are in a bucket; those of a longer pass before it lie beyond its rows."""
+    static = inputs(max_running=16, prefill_tokens=512)
+
+    def passing(count, length):
+        blocks = list(range(-(-length // 8)))
+        ids, positions = [0] * count * length, [*range(length)] * count
+        last = [length * (i + 1) - 1 for i in range(count)]
+        return static.batch("prefill", ids, positions, [Span(length, length, blocks)] * count, last)
+
+    passing(16, 32)
+    batch = passing(count, 2)
+    assert len(batch.token_ids) in (16, 32)
+    assert batch.logit_rows.tolist()[:count] == list(range(1, 2 * count, 2))
+    assert batch.logit_rows.tolist()[count:] == [0] * (len(batch.logit_rows) - count)
+
+
 def test_prompts_come_in_the_fixed_batch_of_their_rows():
     static = inputs()
     one = static.batch("prefill", range(20), range(8, 28), [Span(20, 28, [3, 6, 1, 2])], [19])

@@ -124,6 +124,9 @@ class Engine:
         if sequence is not None:
             self._scheduler.remove(sequence)
             self._finished[reason] += 1
+        if not self._sequences:
+            # Nobody waits for it; read after a pause, it would count as a step that took as long.
+            self._launched = None
 
     def step(self) -> tuple[StepOutput, ...]:
         """Run one step for everything that is running."""

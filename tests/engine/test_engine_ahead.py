@@ -177,9 +177,26 @@ def test_all_leave_while_their_step_and_the_next_are_under_way(expected):
         engine.step()
     for i in range(6):
         engine.abort(f"gone {i}")
-    assert not engine.has_work
+    assert not engine.has_work and engine._launched is None
     nothing_left(engine)
     assert answers(engine, STEADY[:3]) == {r.request_id: expected[r.request_id] for r in STEADY[:3]}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_pause_after_all_have_left_is_no_step(steps):
+    """What was under way when the last one left is not read when somebody comes: the pacer would take the pause for it."""
+    engine = make(ahead=True)
+    engine.add(request("gone", (9, 8, 7), 50))
+    for _ in range(steps):
+        engine.step()
+    engine.abort("gone")
+    events, observed = events_of(engine), []
+    engine._scheduler.pacer.observe = lambda seconds, streams, prompts: observed.append((streams, prompts))
+    engine.add(request("later", (9, 8), 2))
+    engine.step()
+    assert events[:2] == ["launch", "collect"]
+    ((streams, prompts),) = observed
+    assert streams == 0 and [p.count for p in prompts] == [2]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

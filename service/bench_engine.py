@@ -161,7 +161,9 @@ def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -
     Each prompt is computed alone first. Then all of them are asked for at once and found in the prefix cache, so that the
     sequences run side by side from the beginning and have one length. Raises ConfigError for what the cache cannot hold.
     """
-    first = max(1, context - tokens // 2 - _WARM_STEPS)
+    behind = max(1, context - tokens // 2 - _WARM_STEPS)
+    # Whole blocks and a row: that row alone is to be computed, so that all begin in a step or a few, however many they are.
+    first = (behind - 1) // engine.info.block_size * engine.info.block_size + 1
     if batch * (first + tokens) > engine.info.kv_blocks * engine.info.block_size:
         raise ConfigError(
             f"{batch} sequences of {first + tokens} tokens: the KV cache holds "
@@ -177,7 +179,7 @@ def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {out.request_id for out in engine.step()}
-    for _ in range(_WARM_STEPS):
+    for _ in range(_WARM_STEPS + behind - first):
         engine.step()
     seconds = []
     before = engine.stats()

@@ -630,6 +630,21 @@ FAULTS = (
         "tests/rdna/test_layer_kernels.py -k 'dependent_launch_waits and halves'",
     ),
     Fault(
+        "rows of logits of an earlier pass are read behind those asked for",
+        "kernels/attention/paged.py",
+        "self._logit_rows[len(logit_rows) :] = 0",
+        "self._logit_rows[len(logit_rows) : sequences] = 0",
+        "tests/engine/test_inputs.py -k nobody_asked_for",
+    ),
+    Fault(
+        "a step that nobody waits for is kept until somebody comes",
+        "service/engine/engine.py",
+        "            # Nobody waits for it; read after a pause, it would count as a step that took as long.\n"
+        "            self._launched = None\n",
+        "            pass\n",
+        "tests/engine/test_engine_ahead.py -k pause",
+    ),
+    Fault(
         "a batch to be timed begins one by one",
         "service/bench_engine.py",
         """    for i in range(batch):

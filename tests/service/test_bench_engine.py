@@ -47,6 +47,22 @@ def test_a_batch_runs_side_by_side_from_its_first_timed_step(monkeypatch):
     assert all(200 - 16 <= n <= 200 + 16 for row in timed[3:9] for n in row[2])
 
 
+def test_a_batch_begins_together_where_a_step_has_fewer_rows_than_its_prompts():
+    """Each prompt costs one row when all are asked for, not what its last block holds: 24 x 16 rows are 24 steps."""
+    with engine_of(tiny(batches=(24,), contexts=(64,), prefill_tokens=16)) as engine:
+        begun, launch = [], engine.runner.launch
+
+        def recorded(step):
+            begun.append(len(step.prefill))
+            assert all(c.count == 1 for c in step.prefill if c.sequence.left > 1)
+            return launch(step)
+
+        engine.runner.launch = recorded
+        decode(engine, 24, 59, 6, rate=1e10)
+    start = begun.index(max(begun))
+    assert max(begun) == 16 and sum(begun[start:]) == 24
+
+
 def test_kernels_that_overlap_are_counted_once():
     spans = [("nybble_skinny_w4a16", 0.0, 10.0), ("reduce_splits", 8.0, 13.0), ("x", 20.0, 21.0)]
     assert _shares(spans) == {"gemm int4": 10.0, "attention": 3.0, "rest": 1.0}

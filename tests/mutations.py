@@ -645,6 +645,13 @@ FAULTS = (
         "tests/engine/test_engine_ahead.py -k pause",
     ),
     Fault(
+        "a prompt is timed behind what an earlier one left in the cache",
+        "service/bench_engine.py",
+        'f"prefill {next(_PREFILLS)}"',
+        'f"prefill {i}"',
+        "tests/service/test_bench_engine.py -k left_in_the_cache",
+    ),
+    Fault(
         "a batch to be timed begins one by one",
         "service/bench_engine.py",
         """    for i in range(batch):

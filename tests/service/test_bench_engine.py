@@ -93,6 +93,13 @@ def test_a_prompt_is_timed_beside_the_librarys_gemms():
     assert 0 < row.library_ms
 
 
+def test_no_prompt_is_timed_behind_what_an_earlier_one_left_in_the_cache():
+    with engine_of(tiny(contexts=(32, 64))) as engine:
+        for tokens in (32, 64, 64):
+            prefill(engine, tokens)
+        assert engine.stats().cached_prompt_tokens == 0
+
+
 def test_what_the_cache_cannot_hold_is_said(tmp_path):
     result = CliRunner().invoke(app, ["bench", "decode", *TINY, "--batches", "1", "--contexts", "10,0"])
     assert isinstance(result.exception, UsageError) and "--contexts='10,0'" in result.exception.message

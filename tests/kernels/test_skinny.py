@@ -43,11 +43,11 @@ def test_small_layers_split_k_and_large_ones_do_not(target):
 
 
 def test_zero_points_of_short_groups_have_plans_of_their_own():
-    """Less work at a time: fewer rows, longer steps; where that takes too much shared memory, what other groups take."""
+    """Fewer waves, longer steps; where that takes too much shared memory, what other groups take."""
     short, other = (skinny.plan_for(HOPPER, 1, 24576, 4096, g, 2, True) for g in (32, 64))
-    assert short.rows < other.rows and short.step > other.step
+    assert short.waves < other.waves and short.step > other.step
     assert skinny.plan_for(HOPPER, 1, 24576, 4096, 32, 2, False) == other
-    assert skinny.plan_for(HOPPER, 8, 4096, 20992, 32, 2, True).step == 4
+    assert skinny.plan_for(HOPPER, 8, 4096, 40960, 32, 2, True).step == 4
 
 
 @TARGETS

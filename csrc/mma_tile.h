@@ -15,7 +15,7 @@
 //                     (BIAS + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
 //                     rows of w x groups times groups x rows of x. fp16, whose bias is large beside its rounding, has sums
 //                     start at -(BIAS + 8) sum x, and (z - 8) s sum x come off.
-//   without them      sums start at -(BIAS + 8) sum x
+//   32 without them   sums start at -(BIAS + 8) sum x
 //   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
 //   else              there is no bias: every pair becomes q - z, exactly
 //

@@ -15,7 +15,7 @@
 //                     (BIAS + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
 //                     rows of w x groups times groups x rows of x. fp16, whose bias is large beside its rounding, has sums
 //                     start at -(BIAS + 8) sum x, and (z - 8) s sum x come off.
-//   without them      sums start at -(BIAS + 8) sum x
+//   32 without them   sums start at -(BIAS + 8) sum x
 //   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
 //   else              there is no bias: every pair becomes q - z, exactly
 //
@@ -217,8 +217,8 @@ struct MmaTile {
       const u32 from = present ? step * (STEP * GRANULE_BYTES) : 0;
       NYBBLE_UNROLL
       for (int i = 0; i < ROWS / COPIED; i++) {
-        copy_once(stage + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES), w_row[i] + from,
-                  present, policy);
+        copy_once(stage + w_to[i % SWIZZLES] + i / SWIZZLES * (SWIZZLES * COPIED * STEP * GRANULE_BYTES),
+                  w_row[i] + from, present, policy);
       }
     };
     // x: chunks of 8 k, one a lane, as many rows at a time as a wave has lanes for. Rows that the call has not are the last.
@@ -416,8 +416,8 @@ struct MmaTile {
   }
 
   // What zero points come to, and what of the bias is in the sums yet, for groups 4 four + t of a step.
-  NYBBLE_METHOD void take_off(int four, const float (&sum_of_t)[X_TILES][4], const u8* scales, const u8* zeros, int step,
-                              u32 zero_mask) {
+  NYBBLE_METHOD void take_off(int four, const float (&sum_of_t)[X_TILES][4], const u8* scales, const u8* zeros,
+                              int step, u32 zero_mask) {
     const int g = lane_index() / 4, t = lane_index() % 4, group = 4 * four + t;
     NYBBLE_UNROLL
     for (int tile = 0; tile < TILES; tile++) {

@@ -4,7 +4,8 @@ A decode step is hundreds of kernels of a few microseconds, each of which otherw
 before, is then brought onto the chip, and only then asks memory for anything. A dependent launch is on the chip already: it
 lets the next one come (`let_next_start`), may read what no launch of the step writes (weights, and the step's own numbers,
 which were copied before its first launch), and waits (`wait_for_last`) before it reads or writes anything else. As every
-kernel of a step waits, one that goes on knows that all before it have ended and that their results are visible.
+kernel of a step waits, one that goes on knows that all before it have ended and that their results are visible. A program may return without waiting as long as another
+one of its launch waits: a launch has ended when its last program has.
 
 Only where `options` says so; elsewhere, RDNA included, nothing of it is compiled.
 """

@@ -623,6 +623,20 @@ FAULTS = (
         "tests/engine/test_inputs.py -k batch_of_their_own",
     ),
     Fault(
+        "decode kernel's programs compiled ahead for large layers only",
+        "kernels/linear/skinny.py",
+        "_ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144)",
+        "_ROWS_PER_UNIT = (64, 96, 144)",
+        "tests/kernels/test_skinny.py -k compiled_ahead",
+    ),
+    Fault(
+        "two blocks of the decode kernel counted without what CUDA keeps for each",
+        "kernels/linear/skinny.py",
+        "_RESERVED_BYTES = 1024",
+        "_RESERVED_BYTES = 0",
+        "tests/kernels/test_skinny.py -k room_for_two",
+    ),
+    Fault(
         "a dependent launch reads before it waits",
         "kernels/fused/activation.py",
         "    wait_for_last(DEPENDENT)\n    row = tl.program_id(1).to(tl.int64)\n",

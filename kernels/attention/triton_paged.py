@@ -370,6 +370,8 @@ def paged_attention(
     window   a row sees this many positions, itself included; 0 for all
     softcap  a scaled score s becomes softcap * tanh(s / softcap); 0 for none
 
+    Not written by the launch ahead in the stream (see kernels/dependent.py): table, q_start, kv_len.
+
     Rows that belong to no sequence are left as they come. Raises ValueError for any other shape, type, stride or device,
     before anything is launched.
     """

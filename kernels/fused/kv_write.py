@@ -116,6 +116,8 @@ def norm_rope_write(
     slots      int32 [T], where a row's key and value go: block * block_size + offset, or negative for nowhere
     cache      [blocks, 2, Hkv, block_size, D] float16 or bfloat16, keys first, D even
 
+    Not written by the launch ahead in the stream (see kernels/dependent.py): norm, angles, positions, slots.
+
     Raises ValueError for any other shape, type, stride or device, before anything is launched.
     """
     heads = _check(x, bias, norm, angles, positions, slots, cache)

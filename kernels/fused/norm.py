@@ -90,6 +90,8 @@ def add_rms_norm(
     weight    [N] of the residual's type or float32
     x_weight  [N] likewise: x is rms_norm(x) * x_weight first; None: x as it is
 
+    Not written by the launch ahead in the stream (see kernels/dependent.py): weight, x_weight.
+
     Raises ValueError for any other shape, type, stride or device, before anything is launched.
     """
     check("residual", residual, HALF_TYPES, ("T", "N"), residual.device)

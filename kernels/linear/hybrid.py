@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from nybble.kernels.parts import Parts
 from nybble.kernels.skinny_layout import GROUP_SIZES, K_MULTIPLE, SkinnyWeight
 from nybble.kernels.target import Target, detect
 from nybble.kernels.tiles import tile_for
+
+if TYPE_CHECKING:
+    from nybble.kernels.linear.skinny import Plan
 
 # bf16 tensor cores and the Triton that is supported start here.
 _CUDA_FROM = 80
@@ -59,6 +63,10 @@ class Hybrid(LinearKernel):
             return False, f"K={config.k}: accepted multiples of {K_MULTIPLE}"
         if not config.symmetric and config.n % PER_WORD:
             return False, f"N={config.n} with zero points: accepted multiples of {PER_WORD}"
+        try:
+            _plan(config, target, 16)  # with the most rows: the most shared memory
+        except ValueError as error:
+            return False, str(error)
         return True, "one packed weight, read by every path"
 
     def prepare(self, weight: W4A16Weight, config: LinearConfig, device: torch.device) -> SkinnyWeight:
@@ -124,19 +132,7 @@ class Hybrid(LinearKernel):
 
     def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
         if path == "skinny":
-            from nybble.kernels.linear.skinny import plan_for
-
-            return str(
-                plan_for(
-                    target,
-                    m,
-                    config.n,
-                    config.k,
-                    config.group_size,
-                    config.dtype.itemsize,
-                    not config.symmetric,
-                )
-            )
+            return str(_plan(config, target, m))
         from nybble.kernels.linear.triton_skinny import table_name
 
         return _tile(config, target, m, table_name(target.arch)) if path == "triton" else None
@@ -178,6 +174,14 @@ class TritonKN(LinearKernel):
 
     def describe(self, config: LinearConfig, target: Target, m: int, path: str) -> str | None:
         return _tile(config, target, m, "kn") if path == "triton" else None
+
+
+def _plan(config: LinearConfig, target: Target, m: int) -> Plan:
+    """Of the csrc kernel, with scales of the activations' size."""
+    from nybble.kernels.linear.skinny import plan_for
+
+    c = config
+    return plan_for(target, m, c.n, c.k, c.group_size, c.dtype.itemsize, not c.symmetric)
 
 
 def _tile(config: LinearConfig, target: Target, m: int, kernel: str) -> str:

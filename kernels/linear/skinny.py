@@ -32,6 +32,7 @@ _GATE = {"silu": "SILU", "gelu_tanh": "GELU_TANH"}
 _ALIGNMENT_BYTES = 16
 _ROW_BYTES = 1 << 25  # most between two rows: offsets inside a block are 32 bits wide
 _READY_AT_MOST = 1 << 16  # launches kept ready
+_RESERVED_BYTES = 1024  # of a multiprocessor's shared memory that CUDA keeps for each block
 _LONG_K = 8192  # from here on a row of w is worth all waves of a block
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -110,9 +111,12 @@ class Plan:
 
 
 def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
-    """The plan for M rows of a layer. Raises ValueError for M outside 1..16 and for a chip without such a kernel."""
+    """The plan for M rows of a layer. Raises ValueError for M outside 1..16, a layer without rows, a chip without such a
+    kernel, and a layer that the chip has too little shared memory for."""
     if not 1 <= m <= MAX_M:
         raise ValueError(f"skinny: given M={m}, accepted 1 to {MAX_M}")
+    if n < 1:
+        raise ValueError(f"skinny: given N={n}, accepted at least 1")
     if target.is_rdna:
         plan = _rdna_plan(target, m, n)
     elif target.kind == "cuda":
@@ -135,6 +139,8 @@ def _cuda_plan(
 ) -> Plan:
     """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), G 128, bf16."""
     units, few = target.compute_units, m <= 8
+    if units < 1:
+        raise ValueError(f"skinny: given {target.arch} with {units} multiprocessors, accepted at least 1")
     bucket = power_of_two(m)
     if group_size == _GRANULE and zeros:
         short = _short_groups_plan(units, bucket, n, k)
@@ -147,7 +153,8 @@ def _cuda_plan(
 
         def fits_twice(r: int) -> bool:
             plan = Plan("MmaTile", bucket, r, waves, step=4, stages=3)
-            return 2 * plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
+            used = plan.shared_bytes(k, group_size, scale_bytes, zeros) + _RESERVED_BYTES
+            return 2 * used <= target.lds_bytes + _RESERVED_BYTES
 
         # Between the other launches of a step more blocks are better than large ones, by 1.4 % of the step with one row,
         # and alone they are as good up to four rows.
@@ -175,7 +182,7 @@ def _cuda_plan(
 
 
 def _short_groups_plan(units: int, bucket: int, n: int, k: int) -> Plan:
-    """For zero points of groups of 32: steps of eight of them, two in flight. Measured likewise, G 32."""
+    """For zero points of groups of 32: mostly steps of eight groups in a ring of two. Measured likewise, G 32."""
     few = bucket <= 8
     if n >= 64 * units:
         rows, waves, step, stages = (48, 2, 8, 2) if few else (48, 2, 4, 2)
@@ -192,30 +199,38 @@ def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
     return max(1, min(wanted, plan.steps(k) // plan.waves))
 
 
+_BUCKETS = (1, 2, 4, 8, 16)  # of M: the others have the plan of the next one
+# Layers whose programs are those of all layers up to the last K: rows of w per unit between which plans change, and K at
+# which shared memory takes smaller blocks.
+_ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144)
+_EVERY_K = (512, 2048, 4096, 8192, 12288, 16384, 20480, 28672)
+_ANY_UNITS = 64
+
+
 def programs_for(
     target: Target,
     dtype: torch.dtype,
     group_size: int,
     symmetric: bool,
     scale_dtypes: Sequence[torch.dtype] = (),
-    shapes: Iterable[tuple[int, int]] = ((1 << 20, 4096), (1024, 4096)),
+    shapes: Iterable[tuple[int, int]] | None = None,
     gates: Iterable[str | None] = (None,),
 ) -> tuple[Program, ...]:
     """Every program that layers of these (N, K) need for M up to 16, each once.
 
     scale_dtypes: by default the activations' type and float16, which GPTQ and AWQ files keep whatever the model's type is.
-    The default shapes stand for a large and a small layer. A target whose number of compute units is not known (0) counts
-    as a small and as a large chip. gates: activations applied in the same launch, None for none.
+    shapes: by default layers of every size. A target whose number of compute units is not known (0) will do for those: plans
+    ask how many rows each unit gets. gates: activations applied in the same launch, None for none.
     """
     gates = tuple(gates)
-    known = target.compute_units > 0
-    chips = [target] if known else [replace(target, compute_units=units) for units in (1, 1 << 20)]
+    chip = target if target.compute_units else replace(target, compute_units=_ANY_UNITS)
+    if shapes is None:
+        shapes = [(rows * chip.compute_units, k) for rows, k in product(_ROWS_PER_UNIT, _EVERY_K)]
     found: dict[Program, None] = {}
-    for chip, (n, k), scale_dtype in product(chips, shapes, scale_dtypes or {dtype, torch.float16}):
-        for m in range(1, MAX_M + 1):
-            plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
-            for gate in gates:
-                found[plan.program(dtype, scale_dtype, group_size, not symmetric, gate)] = None
+    for (n, k), scale_dtype, m in product(shapes, scale_dtypes or {dtype, torch.float16}, _BUCKETS):
+        plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
+        for gate in gates:
+            found[plan.program(dtype, scale_dtype, group_size, not symmetric, gate)] = None
     return tuple(sorted(found, key=lambda program: program.defines))
 
 
@@ -440,7 +455,8 @@ _COMPILING: set[tuple[object, ...]] = set()
 
 
 def compile_ahead(target: Target, weight: SkinnyWeight, dtype: torch.dtype, gate: str | None = None) -> None:
-    """Begin, in the background, to compile what calls with this weight need. Errors wait for the call that needs it."""
+    """Begin, in the background, to compile what calls with this weight need. Its errors wait for the call that needs it;
+    ValueError as plan_for."""
     zeros = weight.zeros is not None
     key = (target.arch, dtype, weight.scales.dtype, weight.group_size, zeros, weight.n, weight.k, gate)
     if key in _COMPILING or not (target.is_rdna or target.kind == "cuda"):

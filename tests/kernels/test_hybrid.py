@@ -45,6 +45,12 @@ def test_a_layer_computes_the_reference(target, m, symmetric, dtype):
         ({}, HOPPER, "hybrid", None),
         ({}, MI300, "triton_kn", "rocm gfx942"),
         ({}, Target("cuda", "sm_75", "", 40, 65536), "general", "sm_80"),
+        (
+            {"k": 96000, "group_size": 32},
+            Target("cuda", "sm_86", "", 84, 101376),
+            "triton_kn",
+            "shared memory",
+        ),
         ({"group_size": 256}, STRIX, "triton_kn", "group_size 256: accepted 32, 64, 128"),
         ({"group_size": 512}, STRIX, "triton_kn", "group_size 512"),
         ({"group_size": 16}, STRIX, "general", "group_size 16"),

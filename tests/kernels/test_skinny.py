@@ -1,6 +1,7 @@
 """The csrc kernel's launcher without a GPU: plans, programs, what is refused and how."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,13 +14,24 @@ from nybble.kernels.target import Target
 STRIX = Target("rocm", "gfx1151", "", 40, 65536)
 RADEON = Target("rocm", "gfx1201", "", 64, 65536)
 HOPPER = Target("cuda", "sm_90", "", 132, 232448)
+A100 = Target("cuda", "sm_80", "", 108, 166912)
 AMPERE = Target("cuda", "sm_86", "", 84, 101376)
-TARGETS = pytest.mark.parametrize("target", [STRIX, RADEON, HOPPER, AMPERE], ids=lambda t: t.arch)
+TARGETS = pytest.mark.parametrize("target", [STRIX, RADEON, HOPPER, A100, AMPERE], ids=lambda t: t.arch)
 SHAPES = [
     (n, k)
     for n in (1, 8, 24, 1440, 4096, 24576, 151936)
     for k in (32, 64, 576, 4096, 12288, 20992, 28672, 65536)
 ]
+
+
+def test_large_layers_have_room_for_two_blocks_on_a_multiprocessor():
+    """Each block takes 1 KiB more than it asks for: with 48 rows, 50688 bytes, a multiprocessor of 100 KiB holds one."""
+    rows_48 = replace(skinny.plan_for(HOPPER, 16, 24576, 4096, 64, 2, True), splits=1)
+    assert (rows_48.rows, rows_48.shared_bytes(4096, 64, 2, True)) == (48, 50688)
+    assert skinny.plan_for(AMPERE, 16, 24576, 4096, 64, 2, True).rows == 32
+
+
+LENGTHS = (512, 1024, 2048, 3584, 4096, 5120, 8192, 12288, 14336, 18944, 20992, 28672)  # K of real models
 
 
 @TARGETS
@@ -44,10 +56,10 @@ def test_small_layers_split_k_and_large_ones_do_not(target):
 
 def test_zero_points_of_short_groups_have_plans_of_their_own():
     """Less work at a time: fewer rows, longer steps; where that takes too much shared memory, what other groups take."""
-    short, other = (skinny.plan_for(HOPPER, 1, 24576, 4096, g, 2, True) for g in (32, 64))
+    short, other = (skinny.plan_for(HOPPER, 8, 24576, 4096, g, 2, True) for g in (32, 64))
     assert short.rows < other.rows and short.step > other.step
-    assert skinny.plan_for(HOPPER, 1, 24576, 4096, 32, 2, False) == other
-    assert skinny.plan_for(HOPPER, 8, 4096, 20992, 32, 2, True).step == 4
+    assert skinny.plan_for(HOPPER, 1, 24576, 4096, 32, 2, False).step == other.step
+    assert skinny.plan_for(HOPPER, 16, 4096, 20992, 32, 2, True).step == 4
 
 
 @TARGETS
@@ -62,18 +74,17 @@ def test_a_layer_needs_few_programs(target):
 
 
 @TARGETS
-def test_programs_compiled_ahead_are_those_that_calls_need(target):
+@pytest.mark.parametrize("group_size, symmetric", [(32, False), (32, True), (64, False), (128, True)])
+def test_programs_compiled_ahead_are_those_that_calls_need(target, group_size, symmetric):
     """Also where the chip's size is not known: `nybble warm`."""
-    unknown = replace(target, compute_units=0)
-    ahead = set(skinny.programs_for(unknown, torch.bfloat16, 64, False))
-    for n, k in SHAPES:
-        if k % 64:
-            continue
-        for m in range(1, 17):
-            plan = skinny.plan_for(target, m, n, k, 64, 2, True)
-            if target.is_rdna:
-                assert plan.program(torch.bfloat16, torch.float16, 64, True) in ahead
-                assert plan.program(torch.bfloat16, torch.bfloat16, 64, True) in ahead
+    dtype, zeros = torch.bfloat16, not symmetric
+    ahead = set(skinny.programs_for(target, dtype, group_size, symmetric))
+    assert ahead == set(skinny.programs_for(replace(target, compute_units=0), dtype, group_size, symmetric))
+    layers = [(n, k) for n in (8, 1440, 2816, 4096, 6144, 8192, 13824, 24576, 57344, 151936) for k in LENGTHS]
+    for (n, k), m in product(layers, range(1, skinny.MAX_M + 1)):
+        plan = skinny.plan_for(target, m, n, k, group_size, 2, zeros)
+        for scales in (torch.float16, dtype):
+            assert plan.program(dtype, scales, group_size, zeros) in ahead, (m, n, k, str(plan))
 
 
 def test_other_chips_and_rows_are_refused_in_words():
@@ -82,6 +93,14 @@ def test_other_chips_and_rows_are_refused_in_words():
     for m in (0, 17):
         with pytest.raises(ValueError, match=f"given M={m}, accepted 1 to 16"):
             skinny.plan_for(STRIX, m, 64, 64, 32, 2, False)
+    with pytest.raises(ValueError, match="given N=0, accepted at least 1"):
+        skinny.plan_for(HOPPER, 1, 0, 64, 32, 2, False)
+    with pytest.raises(ValueError, match="given sm_90 with 0 multiprocessors"):
+        skinny.plan_for(replace(HOPPER, compute_units=0), 1, 64, 64, 32, 2, False)
+    with pytest.raises(
+        ValueError, match="given K=96000, G=32 and scales of 2 bytes, which take 135360 bytes"
+    ):
+        skinny.plan_for(AMPERE, 16, 4096, 96000, 32, 2, True)
 
 
 def arguments(**change):

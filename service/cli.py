@@ -318,7 +318,7 @@ def _options_of_bench(command: Callable[[Any, Path | None], None]) -> Callable[.
         dtype: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "auto",
         lm_head: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "auto",
         dense_copies: Annotated[str, typer.Option(help="As of `nybble serve`.")] = "disabled",
-        prefill_tokens: Annotated[int, typer.Option(min=1, help="As of `nybble serve`.")] = 512,
+        prefill_tokens: Annotated[int, typer.Option(min=1, max=32768, help="As of `nybble serve`.")] = 512,
         threads: Annotated[int, typer.Option(min=0, help="As of `nybble serve`.")] = 0,
         output: Annotated[Path | None, typer.Option(help="Write the figures as JSON, too.")] = None,
     ) -> None:

@@ -164,10 +164,12 @@ class Settings(BaseSettings):
     memory_fraction: float = Field(
         0.9, gt=0, le=1, description="Part of the available memory that the plan may use."
     )
-    prefill_tokens: int = Field(512, ge=1, description="Most prompt tokens computed in one step.")
+    # Rows of a launch's grid: CUDA and HIP have 65535 at most.
+    prefill_tokens: int = Field(512, ge=1, le=32768, description="Most prompt tokens computed in one step.")
     prefill_tokens_busy: int = Field(
         0,
         ge=0,
+        le=32768,
         description="The same while other requests are decoding; 0: as many as keep the time between their tokens under "
         "three times the usual, by measured step times.",
     )

@@ -24,6 +24,8 @@ _STEPS_PER_THREAD_COUNT = 8
 # Rows of a scored prompt whose logits exist at one time: a chunk's would be larger than the workspace.
 _SCORED_ROWS = 16
 _EAGER_SAMPLE_EVERY_S = 5.0
+# A longer pass takes the device longer than launching it takes Python, and the start longer: capturing is four passes.
+_CAPTURED_PROMPT_ROWS = 512
 
 
 # Sequences whose last row was computed, and their next tokens on the way from the device.
@@ -155,8 +157,9 @@ class Runner:
         def forward() -> torch.Tensor:
             return self.model.forward(batch)
 
-        if self.graphs:
-            self.graphs[phase].prepare(len(batch.token_ids), forward, fill)
+        rows = len(batch.token_ids)
+        if self.graphs and (phase == "decode" or rows <= _CAPTURED_PROMPT_ROWS):
+            self.graphs[phase].prepare(rows, forward, fill)
         else:
             fill(0)
             forward()

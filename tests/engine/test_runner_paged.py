@@ -11,7 +11,7 @@ if torch.cuda.is_available():  # where there is a GPU, test_graphs_gpu.py does a
 
 from nybble.kernels.attention import Choice  # noqa: E402
 from nybble.kernels.attention.paged import PagedAttention  # noqa: E402
-from nybble.service.engine import load, pacing  # noqa: E402
+from nybble.service.engine import load, pacing, runner  # noqa: E402
 from nybble.service.engine.protocol import EngineConfig, Request, SamplingParams  # noqa: E402
 
 MODEL = DATA / "llama-ct-g32"
@@ -99,6 +99,15 @@ def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
     assert engine.stats().graph_fallbacks == {"capture_failed": 1}
     graphs = engine.runner.graphs
     assert graphs["prefill"].buckets == (16,) and graphs["decode"].buckets == (1, 2, 3)
+
+
+def test_long_prompts_are_not_captured(make, monkeypatch):
+    monkeypatch.setattr(runner, "_CAPTURED_PROMPT_ROWS", 16)
+    engine = make(prefix_cache=False, max_running=1)
+    assert engine.runner.graphs["prefill"].buckets == (16,) and Graph.captured == 2
+    replays = Graph.replays
+    run(engine, [{"input_ids": prompts(MODEL)[0]["input_ids"][:20]}], 1)
+    assert Graph.replays == replays and not engine.stats().graph_fallbacks
 
 
 def test_prompts_are_replayed_but_for_those_that_are_timed(make):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from rdna_cases import case_id, needs_emulator, needs_triton, results_by_id
+from rdna_cases import HERE, case_id, needs_emulator, needs_triton, results_by_id
 
 pytestmark = needs_triton
 
@@ -175,6 +178,29 @@ def test_a_dependent_launch_waits_before_it_touches_what_others_write(
         assert set(others) <= {f"load {argument}" for argument in DEPENDENT[name][1]}, launch["until_wait"]
         seen |= set(others)
     assert len(seen) == len(DEPENDENT[name][1])
+
+
+WITHOUT_CUDA = """
+import sys
+import triton.language.extra
+
+sys.modules["triton.language.extra.cuda"] = None  # importing it raises ImportError
+import rdna_layer
+from nybble.kernels import dependent
+
+assert dependent.gdc_wait is None
+case = {"arch": "gfx1151", "kernel": "add_norm", "dtype": "bf16", "shape": (3, 576), "splits": 3}
+print([launch.kernel for launch in rdna_layer.add_norm(case)[2]])
+"""
+
+
+@pytest.mark.slow
+def test_a_triton_without_nvidias_part_compiles_for_rdna():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CUDA], cwd=HERE, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "['add_rms_norm_kernel']", done.stderr[-2000:]
 
 
 @needs_emulator

@@ -83,6 +83,7 @@ def test_a_refused_capture_changes_no_text(make):
     assert engine.stats().graph_fallbacks == {"out_of_memory": 5}
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
     asked = [{**p, "input_ids": p["input_ids"][:20]} for p in prompts(MODEL)[:2]]
     eager = run(make(None, prefix_cache=False), asked, 3)
@@ -101,6 +102,7 @@ def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
     assert graphs["prefill"].buckets == (16,) and graphs["decode"].buckets == (1, 2, 3)
 
 
+@pytest.mark.slow
 def test_long_prompts_are_not_captured(make, monkeypatch):
     monkeypatch.setattr(runner, "_CAPTURED_PROMPT_ROWS", 16)
     engine = make(prefix_cache=False, max_running=1)

@@ -247,7 +247,9 @@ def _cuda_resources(compiled: Any) -> Resources:
 
 def _until_wait(compiled: Any) -> tuple[str, ...]:
     """Memory that the code touches before it waits for the launch before it, "load cache_ptr" by the argument that an
-    address was made from, "store ..."; "next" where the next launch may start; last "wait", if there is one."""
+    address was made from, "store ..."; "next" where the next launch may start; last "wait". () for code that never waits."""
+    if "griddepcontrol.wait" not in compiled.asm["ptx"]:
+        return ()
     arguments = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
     made_from: dict[str, set[str]] = {}  # register -> arguments
     found = []
@@ -261,11 +263,11 @@ def _until_wait(compiled: Any) -> tuple[str, ...]:
         registers = re.findall(r"%\w+", code)
         sources = set().union(*(made_from.get(name, set()) for name in registers[1:]))
         sources |= {arguments[int(i)] for i in re.findall(r"_param_(\d+)\]", code) if int(i) < len(arguments)}
-        if memory := re.search(r"\b(ld|st|atom|red)\.global|cp\.async\.c", code):
-            address = re.search(r"\[\s*(%\w+)", code)
-            assert address is not None, code
+        if memory := re.search(r"\b(ld|st|atom|red)\.global|cp\.async\.c[ag]", code):
+            # Of a copy the second: the first is where it goes in shared memory.
+            address = re.findall(r"\[\s*(%\w+)", code)[-1]
             kind = "store" if memory[1] in ("st", "atom", "red") else "load"
-            found += [f"{kind} {name}" for name in made_from.get(address[1], set()) if name.endswith("_ptr")]
+            found += [f"{kind} {name}" for name in made_from.get(address, set()) if name.endswith("_ptr")]
         elif registers:
             made_from[registers[0]] = (
                 made_from.get(registers[0], set()) | sources if code.startswith("@") else sources

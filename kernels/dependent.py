@@ -47,6 +47,13 @@ def wait_for_last(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def let_next_start_and_wait(DEPENDENT: tl.constexpr):
+    """Of a kernel that has nothing to read before."""
+    let_next_start(DEPENDENT)
+    wait_for_last(DEPENDENT)
+
+
+@triton.jit
 def fetch_into_l2(pointers):
     """Begin to bring the lines of these pointers into the cache that all see: harmless whatever is written there meanwhile."""
     tl.inline_asm_elementwise(

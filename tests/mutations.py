@@ -638,10 +638,10 @@ FAULTS = (
     ),
     Fault(
         "a dependent launch reads before it waits",
-        "kernels/fused/activation.py",
-        "    wait_for_last(DEPENDENT)\n    row = tl.program_id(1).to(tl.int64)\n",
-        "    row = tl.program_id(1).to(tl.int64)\n",
-        "tests/rdna/test_layer_kernels.py -k 'dependent_launch_waits and halves'",
+        "kernels/fused/norm.py",
+        "    wait_for_last(DEPENDENT)\n    h = tl.load(residual_ptr + row + column, mask=inside, other=0.0)\n",
+        "    h = tl.load(residual_ptr + row + column, mask=inside, other=0.0)\n    wait_for_last(DEPENDENT)\n",
+        "tests/rdna/test_layer_kernels.py -k 'dependent_launch_waits and parts'",
     ),
     Fault(
         "rows of logits of an earlier pass are read behind those asked for",

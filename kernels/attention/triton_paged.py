@@ -49,6 +49,12 @@ def _split_tiles(kv_len, q_len, window, splits, WINDOWED: tl.constexpr, BN: tl.c
 
 
 @triton.jit
+def _key_offset(block, key, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Elements from a head's first key in the cache to `key`, which lies in this block."""
+    return block.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D) + (key % BLOCK_SIZE) * D
+
+
+@triton.jit
 def _fetch_tile(
     k_ptr,
     table_ptr,
@@ -65,7 +71,7 @@ def _fetch_tile(
     LINE: tl.constexpr = 64  # elements
     key = tl.minimum(start + tl.arange(0, BN), tl.maximum(stop - 1, 0))
     block = tl.load(table_ptr + (key // BLOCK_SIZE) * stride_table_block)
-    at = block.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D) + (key % BLOCK_SIZE) * D
+    at = _key_offset(block, key, KV_HEADS, D, BLOCK_SIZE)
     lines = tl.minimum(tl.arange(0, max(DP // LINE, 1)) * LINE, D - 1)
     pointers = k_ptr + at[:, None] + lines[None, :]
     fetch_into_l2(pointers)
@@ -108,7 +114,7 @@ def _attend(
             block = tl.load(table_ptr + (key // BLOCK_SIZE) * stride_table_block, mask=known, other=0)
         else:
             block = tl.load(table_ptr + (key // BLOCK_SIZE) * stride_table_block)
-        at = block.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D) + (key % BLOCK_SIZE) * D
+        at = _key_offset(block, key, KV_HEADS, D, BLOCK_SIZE)
         pointers = k_ptr + at[:, None] + dims[None, :]
         values = pointers + KV_HEADS * BLOCK_SIZE * D
         if MASKED and D == DP:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nybble.kernels import dependent
 from nybble.kernels.activation import GATED, REFERENCES
-from nybble.kernels.dependent import let_next_start, wait_for_last
+from nybble.kernels.dependent import let_next_start_and_wait
 from nybble.kernels.fused.parts import check_parts, load_parts, padded_splits
 from nybble.kernels.launch import HALF_TYPES
 from nybble.kernels.parts import parts_reference
@@ -49,8 +49,7 @@ def gated_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (cdiv(WIDTH, BLOCK), T): y [T, WIDTH] of x [S, T, 2 WIDTH]."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from nybble.kernels import dependent
-from nybble.kernels.dependent import let_next_start, wait_for_last
+from nybble.kernels.dependent import let_next_start_and_wait
 from nybble.kernels.launch import FLOAT_TYPES, HALF_TYPES, check, power_of_two
 
 LOGIT_TYPES = (*HALF_TYPES, *FLOAT_TYPES)
@@ -53,8 +53,7 @@ def best_of_chunk_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (cdiv(V, CHUNK), R)."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = _load_keys(logits_ptr + row * stride + column, column < V, BITS, INF)
@@ -76,8 +75,7 @@ def best_of_row_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (R)."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     inside = chunk < CHUNKS

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nybble.kernels import dependent
-from nybble.kernels.dependent import let_next_start, wait_for_last
+from nybble.kernels.dependent import let_next_start_and_wait
 from nybble.kernels.fused.argmax import INFINITY, bits_of, check_logits, load_bits
 from nybble.kernels.launch import HALF_TYPES, INT_TYPES, check, power_of_two
 
@@ -68,8 +68,7 @@ def group_best_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (cdiv(GROUPS, BLOCK), R)."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -89,8 +88,7 @@ def select_groups_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (R)."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK)
     key = tl.load(best_ptr + row * GROUPS + group, mask=group < GROUPS, other=-INF - 2)
@@ -114,8 +112,7 @@ def select_columns_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (R)."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     real = i < CHOSEN * GROUP
@@ -139,8 +136,7 @@ def rescore_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (count, R)."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     column = tl.load(best_ptr + row * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     k = tl.arange(0, BLOCK)

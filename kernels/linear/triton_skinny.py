@@ -24,7 +24,7 @@ import triton.language as tl
 
 from nybble.kernels import dependent
 from nybble.kernels import launch as launching
-from nybble.kernels.dependent import let_next_start, wait_for_last
+from nybble.kernels.dependent import let_next_start_and_wait
 from nybble.kernels.fused.activation import activate, check_activation
 from nybble.kernels.linear import operands
 from nybble.kernels.tiles import Tile, tile_for
@@ -172,8 +172,7 @@ def w4a16_skinny(
 
     GATED, a name or None: rows of the weight alternate gate and up, y is GATED(gate) * up, [M, N/2].
     """
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     tiles_m = tl.cdiv(M, BM)
@@ -264,8 +263,7 @@ def w4a16_reduce(
     DEPENDENT: tl.constexpr,
 ):
     """y[m, n] = sum over splits of fp32 [SPLIT_K, M, N], in order, + bias."""
-    let_next_start(DEPENDENT)
-    wait_for_last(DEPENDENT)
+    let_next_start_and_wait(DEPENDENT)
     m = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < N

@@ -172,12 +172,12 @@ def decode(engine: Engine, batch: int, context: int, tokens: int, rate: float) -
             f"{engine.info.kv_blocks * engine.info.block_size}; ask for smaller batches or contexts"
         )
     for i in range(batch):
-        engine.add(_request(engine, "prompt", first, 1, seed=i))
+        engine.add(random_request(engine, "prompt", first, 1, seed=i))
         while engine.has_work:
             engine.step()
     most = tokens + 2 * _WARM_STEPS + _SPLIT_STEPS + _STARTING_STEPS
     for i in range(batch):
-        engine.add(_request(engine, f"{i}", first, most, seed=i))
+        engine.add(random_request(engine, f"{i}", first, most, seed=i))
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {out.request_id for out in engine.step()}
@@ -221,7 +221,7 @@ def prefill(engine: Engine, tokens: int) -> PrefillRow:
     for i in range(_PROMPT_ROUNDS):
         # Longer prompts begin as shorter ones of the same seed do; under a salt of its own none is found in the prefix cache.
         salt = f"prefill {next(_PREFILLS)}"
-        engine.add(_request(engine, "prompt", tokens, 1, seed=i, salt=salt))
+        engine.add(random_request(engine, "prompt", tokens, 1, seed=i, salt=salt))
         started = perf_counter()
         while engine.has_work:
             engine.step()
@@ -393,9 +393,10 @@ def _split_on_host(engine: Engine, steps: int) -> dict[str, float]:
 # --- saying it ---
 
 
-def _request(
+def random_request(
     engine: Engine, name: str, prompt_len: int, tokens: int, seed: int, salt: str | None = None
 ) -> Request:
+    """Greedy, `tokens` long whatever they are, behind `prompt_len` random ids of that seed."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, engine.info.vocab_size, (prompt_len,), generator=generator).tolist()
     sampling = SamplingParams(tokens, temperature=0.0, ignore_eos=True)

@@ -27,7 +27,7 @@ FEW_ROWS = 16
 class PagedPlan:
     """int32 on the device: slots [T] (negative: a row of padding), q_start [B + 1], kv_len [B], table [B, W].
 
-    max_q: no sequence has more rows.
+    max_q: no sequence has more rows. streams: so many sequences, the first, have one row at most, whatever max_q is.
     """
 
     slots: torch.Tensor
@@ -35,6 +35,7 @@ class PagedPlan:
     kv_len: torch.Tensor
     table: torch.Tensor
     max_q: int
+    streams: int = 0
 
 
 class StepBuffers:
@@ -79,13 +80,13 @@ class StepBuffers:
         self,
         ids: Sequence[int],
         positions: Sequence[int],
-        spans: Sequence[Span],
+        groups: Sequence[tuple[Sequence[Span], int]],
         logit_rows: Sequence[int],
         rows: int,
-        sequences: int,
     ) -> None:
-        """Write a pass and start its copy to the device. Rows up to `rows` and sequences up to `sequences` that are not
-        given are padding: token 0 at position 0, cached nowhere, seen by nobody."""
+        """Write a pass and start its copy to the device. groups: spans, and for how many there is room, one group after the
+        other. Rows up to `rows` and sequences that are not given are padding: token 0 at position 0, cached nowhere, seen
+        by nobody. Those of the last group have a row of it each, as far as there are any, the others none."""
         if self._copied is not None:
             self._copied.synchronize()
         count = len(ids)
@@ -95,22 +96,25 @@ class StepBuffers:
         row = 0
         size = self.block_size
         most = 1
-        for b, span in enumerate(spans):
-            self._q_start[b] = row
-            self._kv_len[b] = span.kv_len
-            row = self._fill_slots(row, span)
-            known = self._known[b]
-            used = -(-span.kv_len // size)
-            most = max(most, used)
-            # Most steps of a decoding sequence change nothing here.
-            if known != span.blocks:
-                self._table[: len(span.blocks), b] = span.blocks
-                self._known[b] = list(span.blocks)
-        # One row of no cached positions for each sequence that is not there.
-        for b in range(len(spans), sequences):
-            self._q_start[b] = min(row + b - len(spans), rows)
-            self._kv_len[b] = 0
-        self._q_start[sequences] = max(row, min(row + sequences - len(spans), rows))
+        start = 0
+        for spans, room in groups:
+            for b, span in enumerate(spans, start):
+                self._q_start[b] = row
+                self._kv_len[b] = span.kv_len
+                row = self._fill_slots(row, span)
+                known = self._known[b]
+                used = -(-span.kv_len // size)
+                most = max(most, used)
+                # Most steps of a decoding sequence change nothing here.
+                if known != span.blocks:
+                    self._table[: len(span.blocks), b] = span.blocks
+                    self._known[b] = list(span.blocks)
+            absent = start + len(spans)
+            start += room
+            self._q_start[absent:start] = row
+            self._kv_len[absent:start] = 0
+        padding = start - absent
+        self._q_start[absent : start + 1] = np.minimum(row + np.arange(padding + 1), max(row, rows))
         self._logit_rows[: len(logit_rows)] = logit_rows
         # To the end: a pass may have more rows of logits than sequences, and those of an earlier one need not exist in it.
         self._logit_rows[len(logit_rows) :] = 0
@@ -132,7 +136,7 @@ class StepBuffers:
         self.slots[row : row + span.q_len] = blocks[position // size] * size + position % size
         return row + span.q_len
 
-    def plan(self, rows: int, sequences: int, max_q: int) -> PagedPlan:
+    def plan(self, rows: int, sequences: int, max_q: int, streams: int = 0) -> PagedPlan:
         """Views of the device's arrays for a pass of this shape."""
         return PagedPlan(
             self._on["slots"][:rows],
@@ -140,6 +144,7 @@ class StepBuffers:
             self._on["kv_len"][:sequences],
             self._table_on[:, :sequences].t(),
             max_q,
+            streams,
         )
 
     def tokens(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +160,7 @@ class PagedAttention(AttentionBackend):
     """float16 and bfloat16 on a GPU; in Triton's interpreter on a CPU, for tests."""
 
     name = "triton"
+    mixes_rows = True
 
     def allocate(self, shape: CacheShape, device: torch.device) -> None:
         size = (shape.layers, shape.blocks, 2, shape.kv_heads, shape.block_size, shape.head_dim)
@@ -168,7 +174,7 @@ class PagedAttention(AttentionBackend):
         rows, size = sum(s.q_len for s in spans), self.shape.block_size
         blocks = max(len(s.blocks) for s in spans)
         buffers = StepBuffers(rows, len(spans), blocks, size, self.device)
-        buffers.fill([0] * rows, [0] * rows, spans, [], rows, len(spans))
+        buffers.fill([0] * rows, [0] * rows, [(spans, len(spans))], [], rows)
         return buffers.plan(rows, len(spans), max(s.q_len for s in spans))
 
     def write(self, layer: int, kv: torch.Tensor, plan: PagedPlan) -> None:
@@ -197,5 +203,6 @@ class PagedAttention(AttentionBackend):
             window or 0,
             scale,
             softcap or 0.0,
+            plan.streams,
         )
         return out

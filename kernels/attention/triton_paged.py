@@ -7,9 +7,11 @@ cache would add scales [blocks, 2, Hkv, block_size] beside it and change no inde
     q [T, H, D], rows of sequence b at q_start[b]..q_start[b+1]
     table[b, i], the block of its positions i * block_size..     kv_len[b], cached positions, those of its rows included
 
-    paged_attention   a program takes block_m (row, query head) pairs that share one key-value head and walks its keys in
-                      steps of block_n, softmax running in fp32
-    reduce_splits     where the keys are split over programs (decode: few rows, many keys), adds the parts up
+    paged_attention      a program takes block_m (row, query head) pairs that share one key-value head and walks its keys in
+                         steps of block_n, softmax running in fp32
+    reduce_splits        where the keys are split over programs (decode: few rows, many keys), adds the parts up
+    reduce_prompt_splits the same for prompts whose rows alone would leave much of the chip idle. Those with few keys have one
+                         part, which is stored as the result at once
 
 The query heads of a key-value head are rows of one tile, so that its keys are read once for all of them. Splits are cut
 from kv_len on the device: a captured launch stays right while sequences grow.
@@ -26,26 +28,41 @@ import triton.language as tl
 from nybble.kernels import dependent, launch
 from nybble.kernels.attention import MAX_HEAD_DIM
 from nybble.kernels.attention.paged import FEW_ROWS
-from nybble.kernels.dependent import fetch_into_l2, let_next_start, wait_for_last
+from nybble.kernels.dependent import (
+    fetch_into_l2,
+    let_next_start,
+    let_next_start_and_wait,
+    wait_for_last,
+)
 from nybble.kernels.launch import HALF_TYPES, INT_TYPES, check, power_of_two
 from nybble.kernels.target import Target
 
 MAX_SPLITS = 64
 # Programs that a decode launch aims at, per compute unit: several share one to hide the latency of memory.
 _PROGRAMS_PER_UNIT = 4
+# Of prompts, whose tiles are larger: two find room on one. A part is worth at least so many steps.
+MAX_PROMPT_SPLITS, _PROMPT_PROGRAMS_PER_UNIT, _LEAST_TILES = 16, 2, 8
+# Heads of a program that adds up a prompt's parts, and sequences up to which all launches are one kernel.
+_REDUCED_HEADS, _KNOWN_SEQUENCES = 4, 256
+# Rows of streams beside prompts: parts of the keys of each at least, since few of them may be there.
+_STREAM_SPLITS = 8
+# The same for a few rows of prompts, of which mostly one is there.
+_FEW_ROWS_SPLITS = 32
 _LOG2_E = 1.4426950408889634
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
-def _split_tiles(kv_len, q_len, window, splits, WINDOWED: tl.constexpr, BN: tl.constexpr):
-    """(first tile any row sees, tiles, tiles per split): the same for both kernels."""
+def _split_tiles(
+    kv_len, q_len, window, splits, LEAST: tl.constexpr, WINDOWED: tl.constexpr, BN: tl.constexpr
+):
+    """(first tile any row sees, tiles, tiles per split, at least LEAST): the same for all kernels."""
     first = 0
     if WINDOWED:
         first = tl.maximum(kv_len - q_len - window + 1, 0) // BN
     tiles = tl.cdiv(kv_len, BN) - first
-    return first, tiles, tl.maximum(tl.cdiv(tiles, splits), 1)
+    return first, tiles, tl.maximum(tl.cdiv(tiles, splits), LEAST)
 
 
 @triton.jit
@@ -183,6 +200,7 @@ def paged_attention_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SPLIT: tl.constexpr,
+    LEAST: tl.constexpr,
     PEEL: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -190,7 +208,8 @@ def paged_attention_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (sequences * row_blocks, Hkv, splits). Without SPLIT y [T, H, D]; with it the part of each split: its own
-    softmax, fp32 [T, H, splits, D], and the log2 of that softmax's sum, [T, H, splits]."""
+    softmax, fp32 [T, H, splits, D], and the log2 of that softmax's sum, [T, H, splits]. LEAST > 1: a sequence that has
+    one part alone goes to y."""
     let_next_start(DEPENDENT)
     sequence = tl.program_id(0) // row_blocks
     # The last rows of a prompt see the most keys: they go first.
@@ -209,8 +228,9 @@ def paged_attention_kernel(
         start = tl.maximum(first_position - window + 1, 0) // BN * BN
     stop = tl.minimum(kv_len, kv_len - q_len + (row_block * BM + BM - 1) // GROUP + 1)
     if SPLIT:
-        first_tile, tiles, per_split = _split_tiles(kv_len, q_len, window, splits, WINDOWED, BN)
-        if split * per_split >= tiles:
+        first_tile, tiles, per_split = _split_tiles(kv_len, q_len, window, splits, LEAST, WINDOWED, BN)
+        # Of a sequence that is not there LEAST > 1 has the first split store zeros; else reduce_splits does.
+        if split * per_split >= (tl.maximum(tiles, 1) if LEAST > 1 else tiles):
             return
         start = tl.maximum(start, (first_tile + split * per_split) * BN)
         stop = tl.minimum(stop, (first_tile + (split + 1) * per_split) * BN)
@@ -255,8 +275,14 @@ def paged_attention_kernel(
     here = row * (KV_HEADS * GROUP) + head
     stored = inside[:, None] & (dims < D)[None, :]
     if SPLIT:
-        tl.store(parts_ptr + (here * splits + split)[:, None] * D + dims[None, :], out, mask=stored)
-        tl.store(lse_ptr + here * splits + split, top + tl.log2(total), mask=inside)
+        alone = False
+        if LEAST > 1:
+            alone = tiles <= per_split
+        if alone:
+            tl.store(y_ptr + here[:, None] * D + dims[None, :], out.to(y_ptr.dtype.element_ty), mask=stored)
+        else:
+            tl.store(parts_ptr + (here * splits + split)[:, None] * D + dims[None, :], out, mask=stored)
+            tl.store(lse_ptr + here * splits + split, top + tl.log2(total), mask=inside)
     else:
         tl.store(y_ptr + here[:, None] * D + dims[None, :], out.to(y_ptr.dtype.element_ty), mask=stored)
 
@@ -289,7 +315,7 @@ def reduce_splits(
         return
     row = (first_row + tl.program_id(0) % rows).to(tl.int64)
     here = row * HEADS + tl.program_id(1)
-    _, tiles, per_split = _split_tiles(kv_len, q_len, window, splits, WINDOWED, BN)
+    _, tiles, per_split = _split_tiles(kv_len, q_len, window, splits, 1, WINDOWED, BN)
     split = tl.arange(0, MAX_SPLITS)
     written = split < tl.cdiv(tiles, per_split)
     dims = tl.arange(0, DP)
@@ -305,6 +331,67 @@ def reduce_splits(
     total = tl.sum(weight, axis=0)
     out = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
     tl.store(y_ptr + here * D + dims, out.to(y_ptr.dtype.element_ty), mask=dims < D)
+
+
+@triton.jit(do_not_specialize=["sequences", "splits", "window"])
+def reduce_prompt_splits(
+    y_ptr,
+    parts_ptr,
+    lse_ptr,
+    q_start_ptr,
+    kv_len_ptr,
+    sequences,
+    splits,
+    window,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BN: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MAX_SEQUENCES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (T, H / HEAD_BLOCK), behind the first row of these sequences: as reduce_splits, for rows whose sequence has more
+    than one part."""
+    # Even a program that has nothing to do: where all have, the next launch must not overtake the one before this.
+    let_next_start_and_wait(DEPENDENT)
+    row = tl.load(q_start_ptr) + tl.program_id(0)
+    order = tl.arange(0, MAX_SEQUENCES)
+    ends = tl.load(q_start_ptr + 1 + order, mask=order < sequences, other=2147483647)
+    sequence = tl.sum((ends <= row).to(tl.int32), axis=0)
+    if sequence >= sequences:
+        return
+    first_row = tl.load(q_start_ptr + sequence)
+    q_len = tl.load(q_start_ptr + sequence + 1) - first_row
+    kv_len = tl.load(kv_len_ptr + sequence)
+    _, tiles, per_split = _split_tiles(kv_len, q_len, window, splits, LEAST, WINDOWED, BN)
+    if tiles <= per_split:
+        return
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    known = head < HEADS
+    here = row.to(tl.int64) * HEADS + head
+    used = tl.cdiv(tiles, per_split)
+    dims = tl.arange(0, DP)
+    split = tl.arange(0, MAX_SPLITS)
+    lse = tl.load(
+        lse_ptr + here[:, None] * splits + split[None, :],
+        mask=known[:, None] & (split < used)[None, :],
+        other=float("-inf"),
+    )
+    top = tl.max(lse, axis=1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lse - shift[:, None]), axis=1)
+    stored = known[:, None] & (dims < D)[None, :]
+    out = tl.zeros((HEAD_BLOCK, DP), tl.float32)
+    for i in range(used):
+        weight = tl.exp2(tl.load(lse_ptr + here * splits + i, mask=known, other=float("-inf")) - shift)
+        part = tl.load(parts_ptr + (here * splits + i)[:, None] * D + dims[None, :], mask=stored, other=0.0)
+        out += part * weight[:, None]
+    out /= tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(y_ptr + here[:, None] * D + dims[None, :], out.to(y_ptr.dtype.element_ty), mask=stored)
 
 
 # ---------------------------------------------------------------------------------------------------------- launcher
@@ -353,6 +440,15 @@ def splits_for(target: Target, sequences: int, kv_heads: int, row_blocks: int) -
     return max(1, min(MAX_SPLITS, _PROGRAMS_PER_UNIT * target.compute_units // programs))
 
 
+def prompt_splits_for(target: Target, kv_heads: int, row_blocks: int) -> int:
+    """The same for a prompt's rows, of which one sequence is to fill the chip: the others of its launch need not be there.
+    fp32 parts of all rows take as many bytes whatever that is. RDNA has no registers left for it (tile_for)."""
+    if target.kind == "rocm":
+        return 1
+    programs = _PROMPT_PROGRAMS_PER_UNIT * target.compute_units
+    return max(1, min(MAX_PROMPT_SPLITS, programs // (kv_heads * row_blocks)))
+
+
 @torch.library.custom_op("nybble::paged_attention", mutates_args=())
 def paged_attention(
     q: torch.Tensor,
@@ -364,6 +460,7 @@ def paged_attention(
     window: int,
     scale: float,
     softcap: float,
+    streams: int = 0,
 ) -> torch.Tensor:
     """Causal attention [T, H, D] of q's rows over their sequences' cached keys.
 
@@ -373,6 +470,8 @@ def paged_attention(
     q_start  int32 [B + 1], first row of each sequence, and one past the last
     kv_len   int32 [B], cached positions, those of the rows included; 0 (with one row) for a sequence that is not there
     max_q    no sequence has more rows
+    streams  so many sequences, the first, have one row at most, however many others have: they are computed as in a decode
+             step. Of these, and of the others, at least one is there; 0: no such distinction
     window   a row sees this many positions, itself included; 0 for all
     softcap  a scaled score s becomes softcap * tanh(s / softcap); 0 for none
 
@@ -381,8 +480,8 @@ def paged_attention(
     Rows that belong to no sequence are left as they come. Raises ValueError for any other shape, type, stride or device,
     before anything is launched.
     """
-    check_arguments(q, cache, table, q_start, kv_len, max_q, window, softcap)
-    return launch_attention(q, cache, table, q_start, kv_len, max_q, window, scale, softcap)
+    check_arguments(q, cache, table, q_start, kv_len, max_q, window, softcap, streams)
+    return launch_attention(q, cache, table, q_start, kv_len, max_q, window, scale, softcap, streams)
 
 
 @paged_attention.register_fake
@@ -396,6 +495,7 @@ def _(
     window: int,
     scale: float,
     softcap: float,
+    streams: int = 0,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -410,28 +510,71 @@ def launch_attention(
     window: int,
     scale: float,
     softcap: float,
+    streams: int = 0,
     tile: AttentionTile | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """`paged_attention` on arguments already checked, with a tile and splits of the caller's choice."""
-    rows, heads, dim = q.shape
+    y = q.new_empty(q.shape)
+    target = launch.target_of(q.device)
+    heads, dim = q.shape[1:]
+    kv_heads = cache.shape[2]
+    for first, last, most in ((0, streams, 1), (streams, len(kv_len), max_q)):
+        sequences = last - first
+        if sequences == 0 or len(q) == 0:
+            continue
+        few_rows = most <= FEW_ROWS
+        chosen = tile_for(target, heads // kv_heads, dim, few_rows, most) if tile is None else tile
+        row_blocks = triton.cdiv(most * heads // kv_heads, chosen.block_m)
+        if splits is not None:
+            parts = splits
+        elif few_rows:
+            # Some, however many sequences: without splits it would be another kernel, compiled while requests wait.
+            least = _FEW_ROWS_SPLITS if most > 1 else _STREAM_SPLITS if streams else 1
+            parts = max(splits_for(target, sequences, kv_heads, row_blocks), least)
+        else:
+            parts = prompt_splits_for(target, kv_heads, row_blocks)
+        _launch(
+            y,
+            q,
+            cache,
+            table[first:last],
+            q_start[first : last + 1],
+            kv_len[first:last],
+            len(q) if last > streams else min(streams, len(q)),
+            most,
+            window,
+            scale,
+            softcap,
+            chosen,
+            parts,
+        )
+    return y
+
+
+def _launch(
+    y: torch.Tensor,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    q_start: torch.Tensor,
+    kv_len: torch.Tensor,
+    rows: int,
+    max_q: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    tile: AttentionTile,
+    splits: int,
+) -> None:
+    """The rows of these sequences, which are among the first `rows`, into y."""
+    heads, dim = q.shape[1:]
     _, _, kv_heads, block_size, _ = cache.shape
     sequences = kv_len.shape[0]
-    y = q.new_empty(rows, heads, dim)
-    if rows == 0 or sequences == 0:
-        return y
     group = heads // kv_heads
-    target = launch.target_of(q.device)
-    few_rows = max_q <= FEW_ROWS
-    if tile is None:
-        tile = tile_for(target, group, dim, few_rows, max_q)
     row_blocks = triton.cdiv(max_q * group, tile.block_m)
-    if splits is None:
-        splits = splits_for(target, sequences, kv_heads, row_blocks) if few_rows else 1
-        if few_rows and max_q > 1:
-            # However many sequences: without splits it would be another kernel, compiled while requests wait.
-            splits = max(splits, 2)
-    split = splits > 1
+    split, few_rows = splits > 1, max_q <= FEW_ROWS
+    least = 1 if few_rows else _LEAST_TILES
     parts = q.new_empty(rows, heads, splits, dim, dtype=torch.float32) if split else q
     lse = q.new_empty(rows, heads, splits, dtype=torch.float32) if split else q
     padded = power_of_two(dim)
@@ -460,6 +603,7 @@ def launch_attention(
         BM=tile.block_m,
         BN=tile.block_n,
         SPLIT=split,
+        LEAST=least,
         PEEL=tile.peel and window == 0,
         WINDOWED=window > 0,
         CAPPED=softcap > 0,
@@ -468,7 +612,7 @@ def launch_attention(
         num_stages=tile.num_stages,
         **dependent.options(q.device),
     )
-    if split:
+    if split and few_rows:
         reduce_splits[(sequences * max_q, heads)](
             y,
             parts,
@@ -487,7 +631,28 @@ def launch_attention(
             num_warps=4,
             **dependent.options(q.device),
         )
-    return y
+    elif split:
+        reduce_prompt_splits[(rows, triton.cdiv(heads, _REDUCED_HEADS))](
+            y,
+            parts,
+            lse,
+            q_start,
+            kv_len,
+            sequences,
+            splits,
+            window,
+            HEADS=heads,
+            D=dim,
+            DP=padded,
+            BN=tile.block_n,
+            HEAD_BLOCK=_REDUCED_HEADS,
+            LEAST=least,
+            WINDOWED=window > 0,
+            MAX_SPLITS=MAX_PROMPT_SPLITS,
+            MAX_SEQUENCES=max(_KNOWN_SEQUENCES, power_of_two(sequences)),
+            num_warps=2,
+            **dependent.options(q.device),
+        )
 
 
 def check_arguments(
@@ -499,6 +664,7 @@ def check_arguments(
     max_q: int,
     window: int,
     softcap: float,
+    streams: int = 0,
 ) -> None:
     """Raise ValueError unless the arguments are what `paged_attention` documents."""
     device = q.device
@@ -523,6 +689,10 @@ def check_arguments(
         raise ValueError(
             f"max_q, window, softcap: given {max_q}, {window}, {softcap}, accepted at least 1, 0, 0 "
             "(window 0: all positions, softcap 0: none)"
+        )
+    if not 0 <= streams < max(sequences, 1):
+        raise ValueError(
+            f"streams: given {streams}, accepted 0 to {max(sequences - 1, 0)}, of {sequences} sequences"
         )
 
 

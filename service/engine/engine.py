@@ -72,7 +72,7 @@ class Engine:
             BlockPool(info.kv_blocks),
             info.block_size,
             info.max_running,
-            Pacer(config.prefill_tokens, config.prefill_tokens_busy),
+            Pacer(config.prefill_tokens, config.prefill_tokens_busy, runner.times),
             config.prefix_cache,
         )
         self._launched: _Launched | None = None

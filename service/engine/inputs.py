@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nybble.kernels.attention import Span
-from nybble.kernels.attention.paged import FEW_ROWS, StepBuffers
+from nybble.kernels.attention.paged import StepBuffers
 from nybble.service.models import Batch
 
 
@@ -35,11 +35,12 @@ class FreshInputs:
 
     def batch(
         self,
-        phase: str,
+        kind: str,
         ids: Sequence[int],
         positions: Sequence[int],
         spans: Sequence[Span],
         logit_rows: Sequence[int] | None,
+        streams: int = 0,
     ) -> Batch:
         """logit_rows: the rows whose logits are wanted, None for all."""
 
@@ -52,13 +53,16 @@ class FreshInputs:
 
 # Sequences that the fixed prefill batch of many rows has room for: each costs a few empty programs, and a row of the head.
 _TOGETHER = 8
+# Streams beside prompts have room for a multiple of it: where theirs ends, what the kernels read begins at 16 bytes.
+_ROOM = 4
 
 
 class StaticInputs:
-    """Buffers for every decode batch size, and one for prefill.
+    """Buffers for every decode batch size, and one for prompts, alone ("prefill") or beside streams, one row of each, which
+    come first ("mixed").
 
-    A number of rows has one Batch, always the same, so that what is captured from it stays right. Only prompts that are
-    more, or shorter beside each other, than the fixed batch of their rows is made for get one of their own.
+    A number of rows has one Batch of each kind, always the same, so that what is captured from it stays right. Only prompts
+    that are more than the fixed batch is made for, or of which all logits are wanted, get one of their own.
     """
 
     def __init__(self, limits: Limits, block_size: int, device: torch.device) -> None:
@@ -66,67 +70,79 @@ class StaticInputs:
         self.buckets = decode_buckets(limits.max_running)
         self.rungs = prefill_rungs(limits.prefill_tokens)
         self._decode = {b: StepBuffers(b, b, blocks, block_size, device) for b in self.buckets}
-        self._batches = {b: _decode_batch(buffers) for b, buffers in self._decode.items()}
-        self._prefill = StepBuffers(self.rungs[-1], limits.max_running, blocks, block_size, device)
-        self._together = {r: 1 if r <= FEW_ROWS else min(limits.max_running, _TOGETHER) for r in self.rungs}
-        self._prompts = {r: self._prompt_batch(r) for r in self.rungs}
+        self._together = min(limits.max_running, _TOGETHER)
+        self._streams = -(-limits.max_running // _ROOM) * _ROOM
+        self._logits = self._streams + self._together
+        sequences = self._streams + limits.max_running
+        self._prefill = StepBuffers(self.rungs[-1], sequences, blocks, block_size, device)
+        self._fixed: dict[str, dict[int, Batch]] = {
+            "decode": {b: _decode_batch(buffers) for b, buffers in self._decode.items()},
+            "prefill": {r: self._prompt_batch(r, 0) for r in self.rungs},
+            # Where only one sequence can run, nothing is beside it.
+            "mixed": {
+                r: self._prompt_batch(r, self._streams)
+                for r in self.rungs
+                if min(limits.max_running, limits.kv_blocks) > 1
+            },
+        }
 
     def batch(
         self,
-        phase: str,
+        kind: str,
         ids: Sequence[int],
         positions: Sequence[int],
         spans: Sequence[Span],
         logit_rows: Sequence[int] | None,
+        streams: int = 0,
+        least: int = 0,
     ) -> Batch:
-        """As FreshInputs.batch, with rows of padding: the first rows of the logits are those asked for."""
-        if phase == "decode":
+        """As FreshInputs.batch, with rows of padding, to `least` rows at least: the first rows of the logits are those asked
+        for. streams: of "mixed", how many of the spans, the first, are streams."""
+        if kind == "decode":
             return self.decode(ids, positions, spans)
-        rows = self.rungs[bisect_left(self.rungs, len(ids))]
-        longest = max(s.q_len for s in spans)
-        # Few rows of each sequence have a tile of their own, whatever their sum (see triton_paged.py).
-        if (
-            logit_rows is not None
-            and len(spans) <= self._together[rows]
-            and (longest <= FEW_ROWS) == (rows <= FEW_ROWS)
-        ):
-            self._prefill.fill(ids, positions, spans, logit_rows, rows, self._together[rows])
-            return self._prompts[rows]
-        self._prefill.fill(ids, positions, spans, logit_rows or (), rows, len(spans))
+        rows = self.rungs[bisect_left(self.rungs, max(len(ids), least))]
+        room = self._streams if streams else 0
+        prompts = spans[streams:]
+        fixed = logit_rows is not None and len(prompts) <= self._together
+        together = self._together if fixed else len(prompts)
+        groups = [(spans[:streams], room), (prompts, together)]
+        self._prefill.fill(ids, positions, groups, logit_rows or (), rows)
+        if fixed:
+            return self._fixed[kind][rows]
         # One row is a tile of its own, too, which decode uses.
-        plan = self._prefill.plan(rows, len(spans), max(2, longest))
-        wanted = None if logit_rows is None else self._prefill.logit_rows(self.bucket(len(logit_rows)))
+        longest = max(2, *(s.q_len for s in spans))
+        plan = self._prefill.plan(rows, room + together, longest, room)
+        wanted = None if logit_rows is None else self._prefill.logit_rows(self._wanted(len(logit_rows)))
         return Batch(*self._prefill.tokens(rows), spans, wanted, plan)
 
-    def _prompt_batch(self, rows: int) -> Batch:
-        together = self._together[rows]
-        plan = self._prefill.plan(rows, together, rows)
-        return Batch(*self._prefill.tokens(rows), (), self._prefill.logit_rows(self.bucket(together)), plan)
+    def _wanted(self, count: int) -> int:
+        """Rows of logits where `count` are wanted: few numbers serve all."""
+        return self.bucket(count) if count <= self.buckets[-1] else self._prefill.sequences
+
+    def _prompt_batch(self, rows: int, streams: int) -> Batch:
+        plan = self._prefill.plan(rows, streams + self._together, rows, streams)
+        wanted = self._prefill.logit_rows(self._logits if streams else self.bucket(self._together))
+        return Batch(*self._prefill.tokens(rows), (), wanted, plan)
 
     def decode(self, ids: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Batch:
         """One row a sequence."""
         bucket = self.bucket(len(ids))
-        self._decode[bucket].fill(ids, positions, spans, (), bucket, bucket)
-        return self._batches[bucket]
+        self._decode[bucket].fill(ids, positions, [(spans, bucket)], (), bucket)
+        return self._fixed["decode"][bucket]
 
     def bucket(self, count: int) -> int:
         return self.buckets[bisect_left(self.buckets, count)]
 
-    def decode_batch(self, bucket: int) -> Batch:
-        return self._batches[bucket]
+    def holds(self, rows: int) -> bool:
+        """Whether so many rows of streams and prompts fit into one pass."""
+        return rows <= self.rungs[-1]
 
-    def fill_prompt(self, rows: int, ids: Sequence[int], span: Span) -> None:
-        """A whole prompt into the fixed batch of a rung, whatever its length."""
-        self._prefill.fill(ids, range(len(ids)), [span], [len(ids) - 1], rows, self._together[rows])
+    def fixed(self, kind: str) -> dict[int, Batch]:
+        """Number of rows -> the one Batch of it."""
+        return self._fixed[kind]
 
-    def prompt_batch(self, rows: int) -> Batch:
-        """The fixed one of a rung."""
-        return self._prompts[rows]
-
-    def is_fixed(self, phase: str, batch: Batch) -> bool:
-        """Whether this is the one Batch of its rows."""
-        fixed = self._batches if phase == "decode" else self._prompts
-        return fixed.get(len(batch.token_ids)) is batch
+    def is_fixed(self, kind: str, batch: Batch) -> bool:
+        return self._fixed[kind].get(len(batch.token_ids)) is batch
 
 
 def _decode_batch(buffers: StepBuffers) -> Batch:

@@ -5,13 +5,15 @@ by the time they are expected to take, from what earlier steps took:
 
     seconds of a prefill pass = fixed + per_row * rows + per_pair * (rows x positions each of them sees)
 
-fitted to the passes measured so far, older ones fading. The usual time of a step without prompt rows is kept per number
-of streams.
+fitted to the passes measured so far, older ones fading. Where steps are captured that is a staircase instead, since a pass
+of a few rows is padded to a fixed number of them: its steps are measured at the start (PassTimes), and what is learnt later
+is by which factor they are off. The usual time of a step without prompt rows is kept per number of streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # A step with prompt rows is meant to take at most this many times one without: under the 3 that are promised, by what
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 STEP_RATIO, LEAST_STEP_RATIO = 2.2, 1.4
 _NEAR = 2.6
 _LOWER, _RAISE = 0.93, 0.002
+# Longer passes, in decode steps, need not be known.
+LONGEST_STEP = 4.0
 # Where the mere pass takes longer than that, rows that add this part of a usual step still come with it.
 LEAST_SHARE = 0.12
 # Without streams nobody waits for the next token, but a newcomer does for the chunk that is under way.
@@ -111,17 +115,60 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Seconds of a pass without positions before its prompt, and what each position adds where one prompt fills it."""
+
+    seconds: float
+    per_position: float
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Of captured passes by their rows, padding included, ascending: decode steps on few positions, and streams' and prompts'
+    rows together, as far as those are worth knowing."""
+
+    decode: Mapping[int, float]
+    mixed: Mapping[int, PassTime]
+
+    def added(self, prompts: Sequence[Rows], streams: int) -> float:
+        """Seconds that prompt rows add to a step of this many streams."""
+        count = sum(p.count for p in prompts)
+        rows = _padded(self.mixed, streams + count)
+        time, scale = self.mixed[rows], max(1.0, (streams + count) / rows)
+        context = sum(p.count * p.context for p in prompts) / max(count, 1)
+        without = self.decode[_padded(self.decode, streams)]
+        return max(0.0, (time.seconds + time.per_position * context) * scale - without)
+
+
+def _padded(known: Mapping[int, object], rows: int) -> int:
+    """The first number of rows that holds these, or the last there is."""
+    all_rows = tuple(known)
+    return all_rows[min(bisect_left(all_rows, rows), len(all_rows) - 1)]
+
+
 class Budget:
     """The prompt rows of one step, for one prompt after the other.
 
-    rows: at most; seconds: what they may take, None for any time; spare: seconds that rows may add to the pass in any case.
+    cost: seconds of prompts' rows. rows: at most; seconds: what they may take, None for any time; spare: seconds that rows
+    may add to the pass, which alone takes `mere`, in any case; in_blocks: whether chunks end where blocks do, if they can.
     """
 
-    def __init__(self, model: CostModel, rows: int, seconds: float | None = None, spare: float = 0.0) -> None:
-        self._model = model
+    def __init__(
+        self,
+        cost: Callable[[Sequence[Rows]], float],
+        rows: int,
+        seconds: float | None = None,
+        spare: float = 0.0,
+        mere: float = 0.0,
+        in_blocks: bool = True,
+    ) -> None:
+        self._cost = cost
         self._rows = rows
         self._seconds = seconds
         self._spare = spare
+        self._mere = mere
+        self._in_blocks = in_blocks
         self._taken: list[Rows] = []
         self._held: list[Rows] = []
 
@@ -129,7 +176,7 @@ class Budget:
         """How many of a prompt's next `wanted` rows, behind `context` positions, fit. If not all of them do, and they are
         twice `align` or more, they end on a multiple of it."""
         count = self._fit(wanted, context)
-        if 2 * align <= count < wanted:
+        if self._in_blocks and 2 * align <= count < wanted:
             count = (context + count) // align * align - context
         if count:
             self._taken.append(Rows(count, context))
@@ -161,17 +208,21 @@ class Budget:
 
     def _fits(self, rows: Rows) -> bool:
         assert self._seconds is not None
-        seconds = self._model.seconds([*self._taken, *self._held, rows])
-        return seconds <= self._seconds or seconds - self._model.coefficients[0] <= self._spare
+        seconds = self._cost([*self._taken, *self._held, rows])
+        return seconds <= self._seconds or seconds - self._mere <= self._spare
 
 
 class Pacer:
     """Measured step times in, row budgets out.
 
-    most: rows of a step. most_busy: the same while there are streams; 0 chooses by time.
+    most: rows of a step. most_busy: the same while there are streams; 0 chooses by time. times: of passes, where they were
+    measured.
     """
 
-    def __init__(self, most: int, most_busy: int) -> None:
+    def __init__(self, most: int, most_busy: int, times: PassTimes | None = None) -> None:
+        self._times = times
+        self._factor = 1.0
+        self._growing = 1.0  # at the last budget
         self.most = most
         self.most_busy = most_busy
         self.model = CostModel()
@@ -180,19 +231,46 @@ class Pacer:
         # bit length of the number of streams -> steps measured, and their mean seconds, older ones fading
         self._usual: dict[int, tuple[int, float]] = {}
 
-    def budget(self, streams: int) -> Budget:
-        """For a step that also computes one row each of `streams` sequences."""
+    def budget(self, streams: int, newcomers: int = 0) -> Budget:
+        """For a step that also computes one row each of `streams` sequences, while so many prompts could get on.
+
+        These are streams soon, and a step takes longer then. So it may now: of many that come together, the last would
+        otherwise wait for the sake of gaps that the first have for a moment only.
+        """
         if not streams:
-            return Budget(self.model, self.most, IDLE_CHUNK_S if self.model.measured else None)
+            return Budget(self.model.seconds, self.most, IDLE_CHUNK_S if self.model.measured else None)
         if self.most_busy:
-            return Budget(self.model, min(self.most, self.most_busy), None)
+            return Budget(self.model.seconds, min(self.most, self.most_busy))
         usual = self.usual(streams)
         if usual is None:
             # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
             usual = self.model.seconds([Rows(1, 0)])
+        self._growing = self._growth(streams, newcomers)
+        soon = usual * self._growing
+        seconds, spare = self.ratio * soon - usual, LEAST_SHARE * usual
+        if self._times is not None:
+            # A stream's row more, and the last block of a pass would be another pass: its other rows would be padding.
+            added = self._added(streams, usual)
+            return Budget(added, self.most, seconds, spare, added([Rows(1, 0)]), in_blocks=False)
         last = self._last_busy
         most = min(self.most, last + max(int(last * _GROWTH), _LEAST_GROWTH) if last else _FIRST_ROWS)
-        return Budget(self.model, most, (self.ratio - 1) * usual, LEAST_SHARE * usual)
+        return Budget(self.model.seconds, most, seconds, spare, self.model.coefficients[0])
+
+    def _added(self, streams: int, usual: float) -> Callable[[Sequence[Rows]], float]:
+        """Prompts' rows -> seconds that they add to a step of this many streams, which usually takes `usual`."""
+        times = self._times
+        assert times is not None
+        return lambda prompts: self._factor * (usual + times.added(prompts, streams)) - usual
+
+    def _growth(self, streams: int, newcomers: int) -> float:
+        """How many times as long a step usually takes when the newcomers are streams too."""
+        if self._times is not None:
+            now, then = (
+                self._times.decode[_padded(self._times.decode, n)] for n in (streams, streams + newcomers)
+            )
+        else:
+            now, then = self.usual(streams) or 1.0, self.usual(streams + newcomers) or 1.0
+        return max(1.0, then / now)
 
     def usual(self, streams: int) -> float | None:
         """Seconds of a step of this many streams without prompt rows, or of the most similar number measured."""
@@ -203,18 +281,28 @@ class Pacer:
 
     def observe(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
         """What a step took."""
-        if prompts:
-            usual = (self.usual(streams) or 0.0) if streams else 0.0
-            if streams:
-                self._last_busy = sum(r.count for r in prompts)
-                near = usual > 0 and seconds > _NEAR * usual
-                self.ratio = (
-                    max(self.ratio * _LOWER, LEAST_STEP_RATIO)
-                    if near
-                    else min(self.ratio + _RAISE, STEP_RATIO)
-                )
+        if not prompts:
+            self._observe_usual(seconds, streams)
+        elif not streams:
+            self.model.observe(prompts, seconds)
+        else:
+            self._observe_busy(seconds, streams, prompts)
+
+    def _observe_busy(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
+        usual = self.usual(streams) or 0.0
+        self._last_busy = sum(r.count for r in prompts)
+        near = usual > 0 and seconds > _NEAR * self._growing * usual
+        self.ratio = (
+            max(self.ratio * _LOWER, LEAST_STEP_RATIO) if near else min(self.ratio + _RAISE, STEP_RATIO)
+        )
+        if self._times is None:
             self.model.observe(prompts, max(seconds - usual, 0.05 * seconds))
-            return
+        elif usual:
+            expected = usual + self._times.added(prompts, streams)
+            off = min(max(seconds / expected, self._factor / _PROMPT_CLIP), self._factor * _PROMPT_CLIP)
+            self._factor += (1 - _FADING) * (off - self._factor)
+
+    def _observe_usual(self, seconds: float, streams: int) -> None:
         size = streams.bit_length()
         count, before = self._usual.get(size, (0, seconds))
         share = max(0.2, 1 / (count + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from nybble.kernels.attention.paged import PagedAttention
 from nybble.kernels.linear import RECORDER
 from nybble.service.engine.graphs import Capture, StepGraphs
 from nybble.service.engine.inputs import FreshInputs, Limits, StaticInputs
+from nybble.service.engine.pacing import LONGEST_STEP, PassTime, PassTimes
 from nybble.service.engine.protocol import Token
 from nybble.service.engine.sampler import Draft, draw, score, warm
 from nybble.service.engine.scheduler import Chunk, Step
@@ -26,6 +27,8 @@ _SCORED_ROWS = 16
 _EAGER_SAMPLE_EVERY_S = 5.0
 # A longer pass takes the device longer than launching it takes Python, and the start longer: capturing is four passes.
 _CAPTURED_PROMPT_ROWS = 512
+# Of a fixed batch; fewer when they take longer than this together.
+_MEASURED_PASSES, _MEASURED_S = 5, 0.05
 
 
 # Sequences whose last row was computed, and their next tokens on the way from the device.
@@ -66,7 +69,9 @@ class Runner:
         self.forward_seconds = 0.0
         self.graphs: dict[str, StepGraphs] = {}
         if capture is not None:
-            self.graphs = {phase: StepGraphs(phase, capture) for phase in ("prefill", "decode")}
+            self.graphs = {kind: StepGraphs(kind, capture) for kind in ("prefill", "mixed", "decode")}
+        # What passes take here, measured where steps are captured.
+        self.times: PassTimes | None = None
         self._eager_sample_s = {"prefill": 0.0, "decode": 0.0}
         self._static: StaticInputs | None = None
         if isinstance(model.attention, PagedAttention):
@@ -91,13 +96,18 @@ class Runner:
         rows = [Chunk(s, 1) for s in step.decode]
         if after is not None:
             return [self._pass("decode", rows, _token_ids(after, step.decode))]
-        if rows and step.prefill and self.model.attention.mixes_rows:
-            return [self._pass("prefill", rows + step.prefill)]
+        if rows and step.prefill and self._fit_together(step):
+            return [self._pass("mixed", rows + step.prefill, streams=len(rows))]
         if rows:
             flight.append(self._pass("decode", rows))
         if step.prefill:
             flight.append(self._pass("prefill", step.prefill))
         return flight
+
+    def _fit_together(self, step: Step) -> bool:
+        if not self.model.attention.mixes_rows or self._static is None:
+            return self.model.attention.mixes_rows
+        return self._static.holds(len(step.decode) + sum(chunk.count for chunk in step.prefill))
 
     @torch.inference_mode()
     def collect(self, flight: Flight) -> list[Result]:
@@ -135,45 +145,102 @@ class Runner:
     def _warm_up(self, static: StaticInputs) -> None:
         RECORDER.sampling = False
         # The largest first: its memory serves all others.
-        for rows in reversed(static.rungs):
+        for rows in reversed(static.fixed("prefill")):
+            self._prepare(static, "prefill", rows)
+        for rows in reversed(static.fixed("decode")):
+            self._prepare(static, "decode", rows)
+        self._prepare_mixed(static)
+        warm(self.model.forward(static.fixed("decode")[1]))
 
-            def prompt(problem: int, rows: int = rows) -> None:
-                self._fill_prompt(static, rows, problem)
+    def _prepare_mixed(self, static: StaticInputs) -> None:
+        """Passes of prompts beside streams, the shortest first, as far as they are short enough for that. Where steps are
+        captured, what they take is measured: see PassTimes."""
+        if not self.graphs or not static.fixed("mixed"):
+            for rows in static.fixed("mixed"):
+                self._prepare(static, "mixed", rows)
+            return
+        decode = {rows: self._seconds(static, "decode", rows) for rows in static.fixed("decode")}
+        mixed: dict[int, PassTime] = {}
+        for rows in static.fixed("mixed"):
+            self._prepare(static, "mixed", rows)
+            seconds = self._seconds(static, "mixed", rows)
+            context = self._longest_context(rows)
+            more = self._seconds(static, "mixed", rows, context) - seconds if context else 0.0
+            mixed[rows] = PassTime(seconds, max(0.0, more) / max(context, 1))
+            if seconds > LONGEST_STEP * max(decode.values()):
+                break
+        self.times = PassTimes(decode, mixed)
 
-            self._prepare("prefill", static.prompt_batch(rows), prompt)
-        prefix = self._prompt_blocks(2)
-        for bucket in reversed(static.buckets):
-
-            def step(problem: int, bucket: int = bucket) -> None:
-                static.decode(*self._decode_problem(bucket, problem, prefix))
-
-            self._prepare("decode", static.decode_batch(bucket), step)
-        warm(self.model.forward(static.decode_batch(1)))
-
-    def _prepare(self, phase: str, batch: Batch, fill: Callable[[int], None]) -> None:
-        """Run a fixed batch once, and capture it where that is done; fill(i) writes the i-th test problem into it."""
-        RECORDER.phase = phase
+    def _prepare(self, static: StaticInputs, kind: str, rows: int) -> None:
+        """Run a fixed batch once, and capture it where that is done."""
+        RECORDER.phase = _phase(kind)
+        batch = static.fixed(kind)[rows]
 
         def forward() -> torch.Tensor:
             return self.model.forward(batch)
 
-        rows = len(batch.token_ids)
-        if self.graphs and (phase == "decode" or rows <= _CAPTURED_PROMPT_ROWS):
-            self.graphs[phase].prepare(rows, forward, fill)
+        def fill(problem: int) -> None:
+            self._fill(static, kind, rows, problem)
+
+        if self.graphs and (kind == "decode" or rows <= _CAPTURED_PROMPT_ROWS):
+            self.graphs[kind].prepare(rows, forward, fill)
         else:
             fill(0)
             forward()
 
-    def _fill_prompt(self, static: StaticInputs, rows: int, problem: int) -> None:
-        """A prompt of up to `rows` tokens from position 0, in blocks 0, 1, ... as far as there are any, into the inputs."""
-        size = self._block_size
-        count = min(rows, self._limits.kv_blocks * size, self._limits.max_model_len)
-        ids = [self._token(i + problem) for i in range(count)]
-        span = Span(count, count, range(-(-count // size)))
-        static.fill_prompt(rows, ids, span)
+    def _seconds(self, static: StaticInputs, kind: str, rows: int, context: int = 0) -> float:
+        """What a fixed batch takes, replayed where it is captured: the fastest of a few passes."""
+        self._fill(static, kind, rows, 0, context)
+        best = total = 0.0
+        for _ in range(_MEASURED_PASSES):
+            self._wait()
+            started = perf_counter()
+            self._replay(kind, static.fixed(kind)[rows])
+            self._wait()
+            seconds = perf_counter() - started
+            best = min(best or seconds, seconds)
+            total += seconds
+            if total > _MEASURED_S:
+                break
+        return best
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _fill(self, static: StaticInputs, kind: str, rows: int, problem: int, context: int = 0) -> None:
+        """The problem-th test problem into a fixed batch; context: of "mixed", see _fill_prompt."""
+        if kind == "decode":
+            static.decode(*self._decode_problem(rows, problem, self._prompt_blocks(2)))
+        else:
+            self._fill_prompt(static, kind, rows, problem, context)
+
+    def _fill_prompt(self, static: StaticInputs, kind: str, rows: int, problem: int, context: int) -> None:
+        """A prompt of up to `rows` tokens, beside a stream where it is "mixed", in blocks 0, 1, ... as far as there are any.
+        The `context` positions before it, a multiple of the block size, all lie in block 0: what is computed is of no use
+        then, but takes as long."""
+        size, streams = self._block_size, int(kind == "mixed")
+        count = min(rows - streams, self._prompt_room(streams))
+        own = range(-(-count // size))
+        ids = [self._token(i + problem) for i in range(streams + count)]
+        positions = [0] * streams + list(range(context, context + count))
+        spans = [Span(1, 1, [len(own)])] * streams + [
+            Span(count, context + count, [0] * (context // size) + [*own])
+        ]
+        wanted = [*range(streams), streams + count - 1]
+        static.batch(kind, ids, positions, spans, wanted, streams, rows)
+
+    def _prompt_room(self, streams: int) -> int:
+        """Positions that a test prompt may have, so that each stream has a block."""
+        return min((self._limits.kv_blocks - streams) * self._block_size, self._limits.max_model_len)
+
+    def _longest_context(self, rows: int) -> int:
+        """Positions that a test prompt of so many rows, with a stream's, may have before it: whole blocks."""
+        count = min(rows - 1, self._prompt_room(1))
+        return (self._limits.max_model_len - count) // self._block_size * self._block_size
 
     def _prompt_blocks(self, wanted: int) -> int:
-        """Blocks that `_prompt` has filled whole and that every row of a test problem can share; at most `wanted`."""
+        """Blocks that a test prompt has filled whole and that every row of a test problem can share; at most `wanted`."""
         spare = min(self._limits.kv_blocks, -(-self._limits.max_model_len // self._block_size)) - 1
         filled = self._limits.prefill_tokens // self._block_size
         return max(0, min(wanted, spare, filled))
@@ -223,9 +290,10 @@ class Runner:
         return perf_counter() - started
 
     def _pass(
-        self, phase: str, chunks: list[Chunk], on_device: torch.Tensor | None = None
+        self, kind: str, chunks: list[Chunk], on_device: torch.Tensor | None = None, streams: int = 0
     ) -> tuple[list[Sequence], Draft]:
-        """on_device: the ids of the rows, one a chunk, where the host does not know them yet."""
+        """on_device: the ids of the rows, one a chunk, where the host does not know them yet. streams: so many chunks, the
+        first, are rows of streams, not of prompts."""
         ids: list[int] = []
         positions: list[int] = []
         spans = []
@@ -245,9 +313,9 @@ class Runner:
                 done.append(s)
         # All rows where all are wanted, and where prompts are scored.
         rows = None if len(last_rows) == len(ids) or scored else last_rows
-        RECORDER.phase = phase
+        RECORDER.phase = _phase(kind)
         started = perf_counter()
-        batch = self._inputs.batch(phase, ids, positions, spans, rows)
+        batch = self._inputs.batch(kind, ids, positions, spans, rows, streams)
         if on_device is not None:
             batch.token_ids[: len(ids)].copy_(on_device)
         if scored:
@@ -256,21 +324,23 @@ class Runner:
                 self._score(hidden, sequence, positions_of, first_row)
             logits = self.model.logits(hidden[torch.tensor(last_rows, dtype=torch.int64, device=self.device)])
         else:
-            logits = self._logits(phase, batch)[: len(done)]
+            logits = self._logits(kind, batch)[: len(done)]
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
         return done, draw(logits, done, ahead=int(on_device is not None)) if done else Draft([])
 
-    def _logits(self, phase: str, batch: Batch) -> torch.Tensor:
+    def _logits(self, kind: str, batch: Batch) -> torch.Tensor:
         """[R, V], R at least the rows asked for."""
-        graphs = self.graphs.get(phase)
-        fixed = self._static is not None and self._static.is_fixed(phase, batch)
-        if graphs is not None and fixed and not self._is_sampled_eagerly(phase):
-            logits = graphs.run(len(batch.token_ids))
-            if logits is not None:
-                return logits
+        fixed = self._static is not None and self._static.is_fixed(kind, batch)
+        if fixed and kind in self.graphs and not self._is_sampled_eagerly(_phase(kind)):
+            return self._replay(kind, batch)
         return self.model.forward(batch)
+
+    def _replay(self, kind: str, batch: Batch) -> torch.Tensor:
+        """A fixed batch's logits, from its graph where it has one."""
+        logits = self.graphs[kind].run(len(batch.token_ids))
+        return self.model.forward(batch) if logits is None else logits
 
     def _is_sampled_eagerly(self, phase: str) -> bool:
         """Whether this step leaves its graph so that its GEMM calls can be timed: a few times a minute, since an eager step
@@ -290,6 +360,11 @@ class Runner:
             logits = self.model.logits(hidden[first_row + start : first_row + start + len(part)])
             followers = sequence.tokens[part.start + 1 : part.stop + 1]
             sequence.scored += score(logits, followers, alternatives)
+
+
+def _phase(kind: str) -> str:
+    """Under which the calls of a pass are counted: rows of streams beside prompts go with those."""
+    return "decode" if kind == "decode" else "prefill"
 
 
 def _token_ids(flight: Flight, sequences: list[Sequence]) -> torch.Tensor:

@@ -189,10 +189,10 @@ class Scheduler:
 
     def _prefill(self, step: Step) -> None:
         """Fill the rest of the step with prompt rows."""
-        budget = self.pacer.budget(len(step.decode))
         candidates = [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
         if not candidates:
             return
+        budget = self.pacer.budget(len(step.decode), len(candidates))
         oldest = candidates[0]
         if len(candidates) > 1:
             budget.hold(len(oldest.sequence.tokens) - oldest.context, oldest.context, _OLDEST_SHARE)

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from nybble.service.engine.kv_blocks import BlockPool
-from nybble.service.engine.pacing import Budget, CostModel, Pacer, Rows
+from nybble.service.engine.pacing import Budget, CostModel, Pacer, PassTime, PassTimes, Rows
 from nybble.service.engine.protocol import Request, SamplingParams
 from nybble.service.engine.scheduler import Scheduler
 from nybble.service.engine.sequence import Sequence
@@ -45,6 +45,33 @@ DEVICES = {
 }
 
 
+class Staircase(Device):
+    """Passes padded to fixed numbers of rows, as captured on a data-centre GPU: up to 16 rows cost little more than one does,
+    a few more twice as much, four times as many no more than that; streams are rows of the pass. off: by which factor they
+    take longer than when measured at the start."""
+
+    MIXED = {16: 2.4, 32: 4.0, 64: 4.2, 128: 5.2, 192: 7.0, 256: 8.5}  # ms
+    PER_POSITION = 3e-8
+
+    def __init__(self, off=1.0):
+        super().__init__(2e-3, 1e-5, 0, 0, 0)
+        self.off = off
+
+    @property
+    def times(self):
+        mixed = {rows: PassTime(ms / 1e3, self.PER_POSITION) for rows, ms in self.MIXED.items()}
+        return PassTimes({1: 2e-3, 8: 2.07e-3}, mixed)
+
+    def seconds(self, streams, contexts, chunks):
+        if not (streams and chunks):
+            return super().seconds(streams, contexts, []) + 2e-5 * sum(c.count for c in chunks)
+        count = sum(c.count for c in chunks)
+        rows = next((r for r in self.MIXED if r >= streams + count), max(self.MIXED))
+        context = sum(c.count * c.context for c in chunks) / count
+        scale = max(1.0, (streams + count) / rows)
+        return self.off * scale * (self.MIXED[rows] / 1e3 + self.PER_POSITION * context)
+
+
 class Clock:
     def __init__(self, device, noise=0.0, **fields):
         defaults = {"prefill": 512, "busy": 0, "blocks": 20_000}
@@ -53,7 +80,7 @@ class Clock:
         self.now = 0.0
         self.random = random.Random(0)
         self.noise = noise
-        self.pacer = Pacer(fields["prefill"], fields["busy"])
+        self.pacer = Pacer(fields["prefill"], fields["busy"], getattr(device, "times", None))
         self.scheduler = Scheduler(BlockPool(fields["blocks"]), BLOCK, 32, self.pacer, clock=lambda: self.now)
         self.token_times = {}
         self.chunks = []  # (prompts' rows by id) of every step
@@ -91,6 +118,9 @@ class Clock:
         return [b - a for a, b in zip(times, times[1:], strict=False)]
 
 
+DEVICES |= {"staircase": Staircase(), "staircase-slower": Staircase(1.2)}
+
+
 @pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize("device", DEVICES)
 def test_streams_go_on_while_16k_are_prefilled_and_a_short_prompt_overtakes(device, streams):
@@ -117,6 +147,46 @@ def test_streams_go_on_while_16k_are_prefilled_and_a_short_prompt_overtakes(devi
     assert worst < 3 * usual
     # And not by doing next to nothing: the steps are used.
     assert (clock.now - started) / len(clock.gaps("stream0", started)) > 1.5 * usual
+
+
+@pytest.mark.parametrize(("off", "rows"), [(1.0, 63), (0.7, 127), (1.2, 15)])
+def test_captured_passes_are_filled_as_far_as_time_allows(off, rows):
+    """Rows that only fill the padding are free, and no smaller chunk is chosen for what is learnt from small ones."""
+    clock = Clock(Staircase(off))
+    clock.add("stream", 100)
+    while len(clock.token_times["stream"]) < 30:
+        clock.step()
+    long = clock.add("long", 4096, max_tokens=1)
+    chunks = []
+    while long.output_len == 0:
+        clock.step()
+        chunks.append(clock.chunks[-1].get("long", 0))
+    assert statistics.median(chunks[10:]) == rows
+
+
+@pytest.mark.parametrize("device", ["staircase", "gpu-tiles"])
+def test_many_that_come_together_are_not_kept_waiting_for_the_first_ones_gaps(device):
+    """With all of them a step takes three times as long: steps as long are right while they are on their way."""
+    d = Staircase() if device == "staircase" else Device(2e-3, 0, 0.1e-3, 3e-5, 1.2e-9, tile=32)
+    d.more = d.decode / 15
+    clock = Clock(d)
+    if device == "staircase":
+        clock.pacer._times = PassTimes({n: d.decode + (n - 1) * d.more for n in (1, 8, 31)}, d.times.mixed)
+    else:  # as many have run before
+        for _ in range(20):
+            clock.pacer.observe(d.decode + 30 * d.more, 31, [])
+    clock.add("first", 100)
+    while len(clock.token_times["first"]) < 20:
+        clock.step()
+    started = clock.now
+    rest = [clock.add(f"{i}", 400) for i in range(30)]
+    while not all(s.output_len for s in rest):
+        clock.step()
+    gaps, took = clock.gaps("first", started), clock.now - started
+    for _ in range(20):
+        clock.step()
+    assert max(gaps) < 3 * statistics.median(clock.gaps("first")[-10:])
+    assert took < 0.62, "0.69 and 0.71 s where a step is only as long as the streams of the moment allow"
 
 
 def test_a_device_that_becomes_slower_gets_smaller_chunks_within_a_few_steps():

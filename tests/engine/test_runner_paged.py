@@ -37,6 +37,9 @@ class Graph:
 def make(monkeypatch):
     Graph.captured = Graph.replays = 0
     monkeypatch.setattr(load, "choose", lambda *args: Choice(PagedAttention(), {}))
+    # The interpreter is slow: one pass of each kind is measured, and one of prompts beside streams prepared.
+    monkeypatch.setattr(runner, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(runner, "LONGEST_STEP", 0.0)
 
     def build(capture=Graph, model=MODEL, **config):
         monkeypatch.setattr(load, "_capture", lambda device, attention: capture)
@@ -62,9 +65,13 @@ def run(engine, asked, *counts):
 def test_captured_decode_gives_the_references_text(make):
     engine = make()
     captured, replays = Graph.captured, Graph.replays
-    assert captured == replays == 5, (
-        "batches of 1, 2 and 3, prompts of 16 and 32 rows, each replayed once against eager"
+    assert captured == 6, "batches of 1, 2 and 3, prompts of 16 and 32 rows, of 16 beside a stream"
+    assert replays == captured + 3 + 2, (
+        "each once against eager; steps, and prompts beside a stream without and with a context, once to be timed"
     )
+    times = engine.runner.times
+    assert tuple(times.decode) == (1, 2, 3) and tuple(times.mixed) == (16,)
+    assert min(*times.decode.values(), times.mixed[16].seconds) > 0
     asked = prompts(MODEL)[:2]
     assert run(engine, asked, 6) == [p["greedy_ids"][:6] for p in asked]
     assert Graph.replays > replays
@@ -80,7 +87,7 @@ def test_a_refused_capture_changes_no_text(make):
     engine = make(refuse)
     asked = prompts(MODEL)[:2]
     assert run(engine, asked, 4) == [p["greedy_ids"][:4] for p in asked]
-    assert engine.stats().graph_fallbacks == {"out_of_memory": 5}
+    assert engine.stats().graph_fallbacks == {"out_of_memory": 6}
 
 
 @pytest.mark.slow
@@ -110,6 +117,54 @@ def test_long_prompts_are_not_captured(make, monkeypatch):
     replays = Graph.replays
     run(engine, [{"input_ids": prompts(MODEL)[0]["input_ids"][:20]}], 1)
     assert Graph.replays == replays and not engine.stats().graph_fallbacks
+
+
+@pytest.mark.parametrize(
+    "capture", [pytest.param(Graph, marks=pytest.mark.slow), None], ids=["captured", "eager"]
+)
+def test_prompts_and_streams_share_a_pass(make, capture, monkeypatch):
+    """And give what they give alone, whatever comes beside whom."""
+    asked = [
+        {**p, "input_ids": p["input_ids"][-n:]} for p, n in zip(prompts(MODEL)[:3], (8, 11, 5), strict=False)
+    ]
+    engine = make(capture, prefix_cache=False, prefill_tokens=16)
+    monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)
+    alone = [run(engine, [p], 5)[0] for p in asked]
+    passed, one_pass = [], engine.runner._pass
+
+    def passing(kind, chunks, on_device=None, streams=0):
+        passed.append((kind, streams, len(chunks) - streams))
+        return one_pass(kind, chunks, on_device, streams)
+
+    monkeypatch.setattr(engine.runner, "_pass", passing)
+    got = {"0": [], "1": [], "2": []}
+    sampling = SamplingParams(5, temperature=0.0, ignore_eos=True)
+    for i, p in enumerate(asked):
+        engine.add(Request(str(i), tuple(p["input_ids"]), sampling, 0.0))
+        for out in engine.step():
+            got[out.request_id] += [t.token_id for t in out.tokens]
+    while engine.has_work:
+        for out in engine.step():
+            got[out.request_id] += [t.token_id for t in out.tokens]
+    assert list(got.values()) == alone
+    assert passed[:3] == [("prefill", 0, 1), ("mixed", 1, 1), ("mixed", 2, 1)]
+    assert {kind for kind, _, _ in passed[3:]} == {"decode"}
+
+
+def test_more_rows_than_a_pass_holds_take_two(make, monkeypatch):
+    engine = make(None, prefix_cache=False, prefill_tokens=16)
+    kinds, one_pass = [], engine.runner._pass
+    monkeypatch.setattr(
+        engine.runner,
+        "_pass",
+        lambda kind, *args, **more: kinds.append(kind) or one_pass(kind, *args, **more),
+    )
+    sampling = SamplingParams(3, temperature=0.0, ignore_eos=True)
+    engine.add(Request("stream", (5, 6, 7), sampling, 0.0))
+    engine.step()
+    engine.add(Request("prompt", tuple(range(3, 19)), sampling, 0.0))
+    engine.step()
+    assert kinds == ["prefill", "decode", "prefill"]
 
 
 def test_prompts_are_replayed_but_for_those_that_are_timed(make):

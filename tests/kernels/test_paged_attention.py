@@ -1,6 +1,7 @@
 """The Triton paged attention against the float32 reference (in Triton's interpreter when there is no GPU)."""
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from nybble.kernels.attention.paged import PagedAttention  # noqa: E402
 from nybble.kernels.attention.selfcheck import paged_problem  # noqa: E402
 from nybble.kernels.attention.triton_paged import (  # noqa: E402
     FEW_ROWS,
+    MAX_PROMPT_SPLITS,
     MAX_SPLITS,
     paged_attention,
+    prompt_splits_for,
     splits_for,
     tile_for,
 )
@@ -50,6 +53,15 @@ CASES = [
     Case(((20, 50), (1, 0), (1, 0), (0, 0), (0, 0))),
     Case(((20, 50), (1, 0), (0, 0)), window=9),
     Case(((9, 50), (1, 0), (0, 0))),
+    # A prompt whose keys are split: many, few (one part, stored at once), and a sequence that is not there.
+    Case(((18, 600), (20, 20), (1, 0), (0, 0)), heads=6, splits=3),
+    Case(((33, 900),), heads=2, kv_heads=1, dim=24, splits=16),
+    Case(((18, 700), (17, 300)), window=400, splits=4),
+    Case(((300, 520),), heads=2, kv_heads=1, dim=32, softcap=3.0, splits=2),
+    # Streams beside prompts; places of streams that are not there have no row.
+    Case(((1, 40), (1, 7), (0, 0), (0, 0), (20, 50), (1, 0), (0, 0)), streams=4),
+    Case(((1, 600), (0, 0), (18, 600), (3, 30)), streams=2, splits=4),
+    Case(((1, 40), (0, 0), (0, 0), (0, 0), (9, 30), (1, 0)), streams=4, window=11),
 ]
 
 
@@ -81,6 +93,13 @@ def test_strided_queries_and_block_major_tables():
     assert torch.equal(paged_attention(*args, 2, 0, 64**-0.5, 0.0), want)
 
 
+def test_one_part_of_a_prompt_is_the_result_at_once():
+    """fp32 parts are neither written nor read for it: bit for bit what a launch without splits gives."""
+    case = Case(((40, 200), (18, 90)))
+    problem = problem_of(case, FP16).to(DEVICE)
+    assert torch.equal(run(replace(case, splits=5), problem), run(replace(case, splits=1), problem))
+
+
 @pytest.mark.parametrize("target", [STRIX, HOPPER, AMPERE], ids=lambda t: t.arch)
 def test_few_tiles_serve_every_row_count(target):
     """Each is compiled at the start."""
@@ -96,6 +115,12 @@ def test_few_tiles_serve_every_row_count(target):
 def test_splits_fill_the_chip_and_no_more(sequences, expected):
     assert splits_for(STRIX, sequences, 8, 1) == expected
     assert splits_for(HOPPER, 1, 1, 1) == MAX_SPLITS and splits_for(HOPPER, 64, 8, 1) == 1
+
+
+def test_prompts_are_split_as_far_as_their_rows_leave_the_chip_idle():
+    small = replace(HOPPER, compute_units=32)
+    assert [prompt_splits_for(small, 8, blocks) for blocks in (1, 4, 8, 512)] == [8, 2, 1, 1]
+    assert prompt_splits_for(HOPPER, 8, 1) == MAX_PROMPT_SPLITS and prompt_splits_for(STRIX, 8, 1) == 1
 
 
 def shrunk(t):
@@ -134,6 +159,8 @@ def test_refusals_say_what_is_accepted(name):
         paged_attention(**(good | change), max_q=2, window=0, scale=0.1, softcap=0.0)
     with pytest.raises(ValueError, match="given 0, -1, 0.0"):
         paged_attention(**good, max_q=0, window=-1, scale=0.1, softcap=0.0)
+    with pytest.raises(ValueError, match="streams: given 2, accepted 0 to 1, of 2 sequences"):
+        paged_attention(**good, max_q=2, window=0, scale=0.1, softcap=0.0, streams=2)
 
 
 def test_the_op_has_a_shape_without_data():

@@ -132,7 +132,8 @@ RUN, COMPILED = _cases(SHAPES, True), _cases(REAL, False)
 STEP = {"q_start_ptr", "kv_len_ptr", "table_ptr"}
 DEPENDENT: dict[str, tuple[dict[str, Any], set[str]]] = {
     "decode": (SHAPES["decode"], STEP),
-    "prefill": (SHAPES["prefill"], STEP - {"table_ptr"}),
+    "prefill": (SHAPES["prefill"], STEP),
+    "prefill-unsplit": (SHAPES["prefill"] | {"kv_splits": 1}, STEP - {"table_ptr"}),
     "parts": (SHAPES["parts"], {"weight_ptr"}),
     "normed": (SHAPES["normed"], {"weight_ptr", "x_weight_ptr"}),
     "qk-norm": (SHAPES["qk-norm"], {"norm_ptr", "angles_ptr", "position_ptr", "slot_ptr"}),

@@ -21,6 +21,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     splits: int | None = None
+    streams: int = 0
 
     def __str__(self) -> str:
         parts = ["+".join(f"{q}of{k}" for q, k in self.spans[:4]) + ("..." if len(self.spans) > 4 else "")]
@@ -29,7 +30,12 @@ class Case:
         return "-".join(parts)
 
     def _extras(self) -> list[tuple[str, object]]:
-        return [("window", self.window), ("cap", self.softcap), ("splits", self.splits)]
+        return [
+            ("window", self.window),
+            ("cap", self.softcap),
+            ("splits", self.splits),
+            ("streams", self.streams),
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,10 @@ def problem_of(case: Case, dtype: torch.dtype, seed: int = 0) -> Problem:
 
 def run(case: Case, problem: Problem) -> torch.Tensor:
     max_q = max(q for q, _ in case.spans)
-    check_arguments(*problem.arguments, max_q, case.window, case.softcap)
+    check_arguments(*problem.arguments, max_q, case.window, case.softcap, case.streams)
+    scale = case.dim**-0.5
     return launch_attention(
-        *problem.arguments, max_q, case.window, case.dim**-0.5, case.softcap, splits=case.splits
+        *problem.arguments, max_q, case.window, scale, case.softcap, case.streams, splits=case.splits
     )
 
 

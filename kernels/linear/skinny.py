@@ -42,12 +42,13 @@ _LONG_K = 8192  # from here on a row of w is worth all waves of a block
 class Plan:
     """How one problem is cut up.
 
-    engine  "DotRows", "WmmaTile" or "MmaTile" (csrc)
+    engine  "DotRows", "WmmaTile", "MmaTile" or "BlockTile" (csrc)
     m       rows of x that the code is made for, at least the call's
-    rows    of w that a block owns; the block's `waves` share K
+    rows    of w that a block owns; the block's `waves` share K, of BlockTile the rows
     step    granules of 32 k that a wave takes at a time
-    stages  of MmaTile's ring; 1 for the others, which have none
+    stages  of the ring of MmaTile and BlockTile; 1 for the others, which have none
     splits  blocks that share those rows and cut K once more
+    teams   of BlockTile: waves that share their rows and cut each step; 0 for the others
     """
 
     engine: str
@@ -57,6 +58,7 @@ class Plan:
     step: int
     stages: int = 1
     splits: int = 1
+    teams: int = 0
 
     def __str__(self) -> str:
         split = f", K in {self.splits} parts" if self.splits > 1 else ""
@@ -91,23 +93,36 @@ class Plan:
                 f"NYBBLE_WAVES={self.waves}",
                 f"NYBBLE_STEP={self.step}",
                 f"NYBBLE_STAGES={self.stages}",
+                *([f"NYBBLE_TEAMS={self.teams}"] if self.teams else []),
                 *([] if gate is None else [f"NYBBLE_GATE={_GATE[gate]}"]),
             ),
         )
 
     def shared_bytes(self, k: int, group_size: int, scale_bytes: int, zeros: bool) -> int:
         """Dynamic shared memory of a block, as csrc lays it out: the sums of its waves, in the place of the engine's own."""
-        sums = self.waves * self.m * self.rows * 4
-        if self.engine != "MmaTile":
-            return sums
+        if self.engine in ("DotRows", "WmmaTile"):
+            return self.waves * self.m * self.rows * 4
+        # A ring and the scales and zero points of a slice, of each wave or of the whole block.
+        sharers, slices = (1, self.splits) if self.teams else (self.waves, self.splits * self.waves)
         ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
-        steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
+        steps = -(-self.steps(k) // slices)  # most of a slice
         groups = self.step * _GRANULE // group_size  # of a step
         unit = max(4, groups * scale_bytes)
         scale_rows = -(-steps * groups * scale_bytes // unit) * unit * self.rows
         zero_rows = steps * groups * self.rows // 8 * 4 if zeros else 0
         side = (scale_rows + zero_rows + 15) // 16 * 16
-        return max(self.waves * (ring + side), sums)
+        return max(sharers * (ring + side), self._sum_bytes())
+
+    def _sum_bytes(self) -> int:
+        if self.teams:  # rows four floats longer, and a word that says who is the last to come
+            return self.teams * self.m * (self.rows + 4) * 4 + 4
+        return self.waves * self.m * self.rows * 4
+
+    def partial_bytes(self, m: int, n: int) -> int:
+        """Sums of all splits in global memory, 0 where K is not split."""
+        if self.splits == 1:
+            return 0
+        return self.splits * 4 * (self.m * self.blocks(n) * self.rows if self.teams else m * n)
 
 
 def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
@@ -494,7 +509,7 @@ _OF_GRAPHS = -1
 
 def _workspace(device: torch.device, stream: int, plan: Plan, m: int, n: int) -> tuple[int, int]:
     """Addresses of partial sums and counters: of this stream, or, while a graph is captured, of the device's graphs."""
-    assert plan.splits * m * n * 4 <= _PARTIAL_BYTES and plan.blocks(n) <= _COUNTERS
+    assert plan.partial_bytes(m, n) <= _PARTIAL_BYTES and plan.blocks(n) <= _COUNTERS
     capturing = torch.cuda.is_current_stream_capturing()
     key = (device.index, _OF_GRAPHS if capturing else stream)
     if key not in _WORKSPACES:

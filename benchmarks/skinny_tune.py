@@ -136,7 +136,10 @@ def main() -> None:
                             "dependent": dependent,
                             "right": right,
                         }
-                        | {key: getattr(plan, key) for key in ("rows", "waves", "step", "stages", "splits", "teams")}
+                        | {
+                            key: getattr(plan, key)
+                            for key in ("rows", "waves", "step", "stages", "splits", "teams")
+                        }
                     )
             found.sort(key=lambda f: f[0])
             for us, dependent, plan, right in [

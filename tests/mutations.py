@@ -371,11 +371,18 @@ FAULTS = (
         "tests/kernels/test_linear.py -k routes",
     ),
     Fault(
-        "many rows: x read from a stage before all waves' copies have come",
-        "csrc/block_tile.h",
-        "block_barrier();\n      if (step + STAGES - 1 < steps)",
-        "if (step + STAGES - 1 < steps)",
-        "tests/cuda/test_skinny_ptx.py -k 'many_rows_match and 17 and 128'",
+        "RDNA given more rows than its matrix tile has",
+        "kernels/linear/skinny.py",
+        'return MAX_M if target.kind == "cuda" else _TILE_M',
+        "return MAX_M",
+        "tests/kernels/test_skinny.py -k refused_in_words",
+    ),
+    Fault(
+        "shared memory of many rows without a second team's sums",
+        "kernels/linear/skinny.py",
+        "return self.teams * self.m * (self.rows + 4) * 4 + 4",
+        "return self.m * (self.rows + 4) * 4 + 4",
+        "tests/kernels/test_skinny.py -k sums_of_teams",
     ),
     Fault(
         "decode kernel given rows that 16-byte loads cannot start at",

@@ -66,6 +66,12 @@ def test_many_rows_fill_the_chip_once():
             assert 0.9 * HOPPER.compute_units <= plan.blocks(n) * plan.splits <= HOPPER.compute_units
 
 
+def test_the_sums_of_teams_have_room_beside_each_other():
+    """64 rows of x, two teams, rows four floats longer, and a word; the ring has 48 KiB, which is less."""
+    plan = skinny.Plan("BlockTile", 64, rows=128, waves=8, step=4, stages=2, teams=2)
+    assert plan.shared_bytes(128, 128, 2, False) == 2 * 64 * 132 * 4 + 4
+
+
 def test_zero_points_of_short_groups_have_plans_of_their_own():
     """Less work at a time: fewer rows, longer steps; where that takes too much shared memory, what other groups take."""
     short, other = (skinny.plan_for(HOPPER, 8, 24576, 4096, g, 2, True) for g in (32, 64))

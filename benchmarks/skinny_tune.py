@@ -1,6 +1,7 @@
 """Times of the csrc kernel for every way to cut a problem up, on the GPU that is here, cold weights, in a captured graph.
 
     python benchmarks/skinny_tune.py [--m 1 4 8 16] [--layers gate_up down qkv o] [--type bf16] [--write FILE]
+    python benchmarks/skinny_tune.py --dependent --engine BlockTile --ms 16 32 64
 
 Every plan's result is compared with the float32 reference; a wrong one is marked. The plan that `plan_for` takes is
 marked with a star.
@@ -21,44 +22,88 @@ from nybble.kernels import native
 from nybble.kernels.linear import skinny
 from nybble.kernels.linear.reference import linear_reference
 from nybble.kernels.skinny_layout import pack
-from nybble.kernels.target import detect
+from nybble.kernels.target import Target, detect
 from nybble.kernels.testing import TOLERANCE, errors
 
 COLD_BYTES = 400 << 20
+SWEPT = {
+    "MmaTile": {"rows": [16, 32, 48, 64, 96], "waves": [2, 4, 8, 16], "step": [4, 8], "stages": [2, 3, 4]},
+    "BlockTile": {"rows": [64, 96, 128, 192, 256], "waves": [2, 4, 8], "step": [4, 8], "stages": [2, 3, 4]},
+}
 
 
-def plans(m: int, args: argparse.Namespace) -> list[skinny.Plan]:
+RESIDENT_WAVES = 12  # of a multiprocessor: what the registers of a wave with many sums leave room for
+FILLED = 0.7  # of the places for blocks: a grid that leaves more of them empty is not tried
+
+
+def plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target) -> list[skinny.Plan]:
+    if args.engine == "BlockTile":
+        return block_plans(m, n, k, args, target)
     bucket = 1 << (m - 1).bit_length()
-    return [
+    found = [
         skinny.Plan("MmaTile", bucket, rows, waves, step, stages)
         for rows, waves, step, stages in itertools.product(args.rows, args.waves, args.step, args.stages)
     ]
+    return [p for p in found if p.shared_bytes(k, args.group, 2, args.asymmetric) <= target.lds_bytes]
+
+
+def block_plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target) -> list[skinny.Plan]:
+    """Those whose sums fit into registers, whose blocks fit a multiprocessor, and whose grid fills the chip."""
+    bucket, found = -(-m // 16) * 16 if m > 8 else 8, []
+    for rows, waves, step, stages, teams in itertools.product(
+        args.rows, args.waves, args.step, args.stages, args.teams
+    ):
+        tiles, rest = divmod(rows * teams, 16 * waves)
+        if rest or waves % teams or step % (2 * teams) or step * 32 < args.group:
+            continue
+        if not 1 <= tiles <= 3 or tiles * bucket // 8 > 24 or (bucket >= 48 and tiles == 1):
+            continue
+        for resident in (1, 2, 3):
+            places = resident * target.compute_units
+            blocks = -(-n // rows)
+            splits = max(1, places // blocks)
+            turns = -(-blocks * splits // places)
+            plan = skinny.Plan("BlockTile", bucket, rows, waves, step, stages, splits, teams)
+            shared = plan.shared_bytes(k, args.group, 2, args.asymmetric)
+            if (
+                resident * waves <= max(RESIDENT_WAVES, waves)
+                and shared <= target.lds_bytes
+                and resident * (shared + 1024) <= target.lds_bytes + 1024
+                and blocks * splits >= FILLED * turns * places
+                and splits <= min(args.most_splits, plan.steps(k) // 2)
+                and plan.partial_bytes(m, n) <= skinny._PARTIAL_BYTES
+                and plan not in found
+            ):
+                found.append(plan)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--m", type=int, nargs="*", default=[1, 4, 8, 16])
+    parser.add_argument("--m", "--ms", type=int, nargs="*", default=[1, 4, 8, 16])
+    parser.add_argument("--engine", choices=("MmaTile", "BlockTile"), default="MmaTile")
     parser.add_argument("--layers", nargs="*", default=list(QWEN3_8B))
     parser.add_argument("--type", default="bf16")
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
-    for name, values in (
-        ("rows", [16, 32, 48, 64, 96]),
-        ("waves", [2, 4, 8, 16]),
-        ("step", [4, 8]),
-        ("stages", [2, 3, 4]),
-    ):
-        parser.add_argument(f"--{name}", type=int, nargs="*", default=values)
+    for name in ("rows", "waves", "step", "stages"):
+        parser.add_argument(f"--{name}", type=int, nargs="*")
+    parser.add_argument("--teams", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--most-splits", type=int, default=8)
     parser.add_argument(
         "--dependent", action="store_true", help="dependent launches alone, as layers make them"
     )
     parser.add_argument("--write")
     args = parser.parse_args()
+    for name, values in SWEPT[args.engine].items():
+        if getattr(args, name) is None:
+            setattr(args, name, values)
     device = torch.device("cuda", 0)
     target, dtype, g = detect(device), DTYPES[args.type], args.group
     zeros = args.asymmetric
-    every = [p for m in args.m for p in plans(m, args)]
+    every = [p for m in args.m for layer in args.layers for p in plans(m, *QWEN3_8B[layer], args, target)]
     programs = {p.program(dtype, dtype, g, zeros) for p in every}
+    print(f"{len(every)} plans, {len(programs)} programs", flush=True)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda p: native.compile_program(p, target), programs))
     rows = []
@@ -72,9 +117,7 @@ def main() -> None:
             reference = linear_reference(x, weights[0])
             chosen = skinny.plan_for(target, m, n, k, g, 2, zeros)
             found = []
-            for plan in plans(m, args):
-                if plan.shared_bytes(k, g, 2, zeros) > target.lds_bytes:
-                    continue
+            for plan in plans(m, n, k, args, target):
                 for dependent in (True,) if args.dependent else (False, True):
                     calls = [
                         skinny.bind(plan, x, p.words, p.scales, p.zeros, None, g, dependent) for p in packed
@@ -93,7 +136,10 @@ def main() -> None:
                             "dependent": dependent,
                             "right": right,
                         }
-                        | {key: getattr(plan, key) for key in ("rows", "waves", "step", "stages")}
+                        | {
+                            key: getattr(plan, key)
+                            for key in ("rows", "waves", "step", "stages", "splits", "teams")
+                        }
                     )
             found.sort(key=lambda f: f[0])
             for us, dependent, plan, right in [
@@ -103,7 +149,7 @@ def main() -> None:
             ]:
                 star = "*" if plan == chosen else " "
                 print(
-                    f"{layer:8} M={m:2} {us:7.2f} us {'dependent' if dependent else '         '} {star} {plan} step {plan.step} stages {plan.stages}{'' if right else ' WRONG'}",
+                    f"{layer:8} M={m:2} {us:7.2f} us {'dependent' if dependent else '         '} {star} {plan} step {plan.step} stages {plan.stages} teams {plan.teams}{'' if right else ' WRONG'}",
                     flush=True,
                 )
             wrong = [f for f in found if not f[3]]

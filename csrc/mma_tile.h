@@ -23,163 +23,50 @@
 // and everything written, waits.
 #pragma once
 
-#include "skinny_w4a16.h"
+#include "staged_tile.h"
 
 #if !NYBBLE_AMD
 
 namespace nybble {
 
-NYBBLE_DEV u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
-NYBBLE_DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
-// 16 bytes to shared memory; zeros where `present` is false. Read once: first to leave the L2.
-NYBBLE_DEV void copy_once(u32 to, const u8* from, bool present, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-               "r"(present ? 16 : 0), "l"(policy));
-}
-NYBBLE_DEV void copy(u32 to, const u8* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
-}
-// BYTES to shared memory, of which some are there, the others zeros.
-template <int BYTES>
-NYBBLE_DEV void copy_some(u32 to, const u8* from, int there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there));
-}
-// An address that stays in its registers: the compiler would work it out anew for every copy.
-NYBBLE_DEV const u8* kept(const u8* p) {
-  asm("" : "+l"(p));
-  return p;
-}
-NYBBLE_DEV void end_copies() { asm volatile("cp.async.commit_group;"); }
-template <int YOUNGEST>
-NYBBLE_DEV void wait_for_copies() {  // all but the youngest groups
-  asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
-}
-NYBBLE_DEV u64 read_once_policy() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// Programmatic dependent launch: without it both do nothing.
-NYBBLE_DEV void let_next_launch_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-NYBBLE_DEV void wait_for_last_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Four 8x8 matrices of 16 bits: lanes 8i .. 8i+7 point at the rows of matrix i, lane (g, t) gets word t of its row g.
-NYBBLE_DEV Quad load_matrices(u32 row) {
-  Quad q;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(q.word[0]), "=r"(q.word[1]), "=r"(q.word[2]), "=r"(q.word[3])
-               : "r"(row));
-  return q;
-}
-
-NYBBLE_DEV Quad load_chunk(u32 at) {
-  Quad q;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(q.word[0]), "=r"(q.word[1]), "=r"(q.word[2]), "=r"(q.word[3])
-               : "r"(at));
-  return q;
-}
-
-// c[16 rows of w, 8 rows of x] += a b; a: rows g and g + 8 (low, high), two pairs of k each.
-NYBBLE_DEV void multiply(Half, float (&c)[4], Pair low0, Pair high0, Pair low1, Pair high1, Pair b0, Pair b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(low0), "r"(high0), "r"(low1), "r"(high1), "r"(b0), "r"(b1));
-}
-NYBBLE_DEV void multiply(BFloat, float (&c)[4], Pair low0, Pair high0, Pair low1, Pair high1, Pair b0, Pair b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(low0), "r"(high0), "r"(low1), "r"(high1), "r"(b0), "r"(b1));
-}
-
-// c += a b with a [16, 4 or 8], b [4 or 8, 8] of fp32, of which the chip looks at the first 11 bits. Lane (g, t) has
-// column t of rows g and g + 8 of a, row t of column g of b; then columns and rows t + 4.
-NYBBLE_DEV void multiply_tf32(float (&c)[4], float low, float high, float b) {
-  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(low)), "r"(__float_as_uint(high)), "r"(__float_as_uint(b)));
-}
-NYBBLE_DEV void multiply_tf32(float (&c)[4], float low0, float high0, float low1, float high1, float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(low0)), "r"(__float_as_uint(high0)), "r"(__float_as_uint(low1)),
-        "r"(__float_as_uint(high1)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-}
-
-// A float as the sum of two of which multiply_tf32 sees nearly all: 22 bits.
-struct Halves {
-  static constexpr int BITS = 11;
-  float high, low;
-  NYBBLE_METHOD explicit Halves(float value) {
-    high = as_float(__float_as_uint(value) & 0xFFFFE000);
-    low = value - high;
-  }
-};
-
 template <class Type, class Scale, int GROUP, bool ZEROS, int M, int ROWS, int WAVES>
-struct MmaTile {
+struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
+  using Staged = StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS>;
+  using Staged::STEP;
+  using Staged::STAGES;
+  using Staged::EIGHTS;
+  using Staged::PER_GROUP;
+  using Staged::GROUPS;
+  using Staged::W_BYTES;
+  using Staged::X_ROW_BYTES;
+  using Staged::STAGE_BYTES;
+  using Staged::SCALE_BYTES;
+  using Staged::w_place;
+  using Staged::x_place;
+  using Staged::next_stage;
+  using Staged::STEP_SCALES;
+  using Staged::SCALE_UNIT;
+  using Staged::scale_place;
+  using Staged::zero_place;
+  using Staged::scale_bytes;
+  using Staged::side_bytes;
+  using Staged::scale_of;
+  using Staged::doubled_zero;
+  using Staged::SYMMETRIC_ZEROS;
+  using Staged::in_place;
+  using Staged::add;
   static_assert(ROWS % 16 == 0);
-  static constexpr int STEP = NYBBLE_STEP;  // granules: at least the largest group
-  static constexpr int STAGES = NYBBLE_STAGES;
-  static constexpr int TILES = ROWS / 16, EIGHTS = ROWS / 8;
+  static constexpr int TILES = ROWS / 16;
   static constexpr int X_TILES = (M + 7) / 8;
-  static constexpr int PER_GROUP = GROUP / GRANULE, GROUPS = STEP / PER_GROUP;  // granules of a group, groups of a step
   static constexpr bool TOGETHER = PER_GROUP == 1 && ZEROS;
   static constexpr bool START = PER_GROUP == 1 && (Type::FINE || !ZEROS);
   static constexpr bool AFTER = PER_GROUP > 1 && !Type::FINE && X_TILES * GROUPS <= STEP;
-  static constexpr int W_BYTES = ROWS * STEP * GRANULE_BYTES;
-  static constexpr int X_ROW_BYTES = STEP * GRANULE * 2;
-  static constexpr int STAGE_BYTES = W_BYTES + M * X_ROW_BYTES;
-  static constexpr int SCALE_BYTES = sizeof(typename Scale::Bits);
   static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and side_bytes() a wave
 
   static constexpr int COPIED = WAVE / STEP;                    // rows of w that a wave copies at a time
   static constexpr int SWIZZLES = 8 > COPIED ? 8 / COPIED : 1;  // such times until the swizzle comes round
 
   float total[TILES][X_TILES][4];
-
-  // Where a granule of w and a chunk of x lie in a stage, bytes: eight rows of a granule, and two rows of four chunks, are
-  // 128 bytes in 32 different banks.
-  static NYBBLE_METHOD u32 w_place(int row, int granule) {
-    return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / STEP) % STEP)) * GRANULE_BYTES;
-  }
-  static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
-  // A step's stage comes after the last one's, the first one's after the end.
-  static NYBBLE_METHOD u32 next_stage(u32 stage, u32 ring) {
-    stage += STAGE_BYTES;
-    return stage == ring + STAGES * STAGE_BYTES ? ring : stage;
-  }
-
-  // A wave's scales, then zero points, step by step: of each, all rows' side by side. A row's scales of a step are read at
-  // once; where that is less than a word, a word has two steps.
-  static constexpr int STEP_SCALES = GROUPS * SCALE_BYTES, SCALE_UNIT = STEP_SCALES < 4 ? 4 : STEP_SCALES;
-  static NYBBLE_METHOD u32 scale_place(int row, u32 step, u32 group) {
-    const u32 byte = group * SCALE_BYTES;
-    if constexpr (STEP_SCALES == 2) return step / 2 * (ROWS * 4) + row * 4 + step % 2 * 2 + byte;
-    return (step * ROWS + row) * STEP_SCALES + byte;
-  }
-  static NYBBLE_METHOD u32 zero_place(int eight, u32 step, u32 group) {
-    return ((step * EIGHTS + eight) * GROUPS + group) * 4;
-  }
-  static NYBBLE_METHOD int scale_bytes(int steps) {
-    return (steps * STEP_SCALES + SCALE_UNIT - 1) / SCALE_UNIT * (ROWS * SCALE_UNIT);
-  }
-  static NYBBLE_METHOD int side_bytes(int steps) {
-    return (scale_bytes(steps) + (ZEROS ? steps * GROUPS * EIGHTS * 4 : 0) + 15) / 16 * 16;
-  }
 
   NYBBLE_METHOD void run(const Problem& p, int row0, Slice slice, u8* shared) {
     const int lane = lane_index(), wave = thread_index() / WAVE;
@@ -445,20 +332,6 @@ struct MmaTile {
     }
   }
 
-  // As packed_zero, of bits 16-19. The same number of fp16 in sixteenths: 64 + z = 1024 + z - 960.
-  static NYBBLE_METHOD PackedZero doubled_zero(u32 zero) {
-    if constexpr (!ZEROS) return packed_zero<Type>(SYMMETRIC_ZERO);
-    const u32 one = (zero & 0x000F0000) | (Type::MAGIC & 0xFFFF0000);
-    const Pair both = __byte_perm(one, 0, 0x3232);
-    if constexpr (Type::FINE) return {both, Type::subtract(both, 0x63806380)};
-    return {both, 0};
-  }
-
-  // Sum over a granule: low, high are the pairs of rows g and g + 8.
-  static NYBBLE_METHOD void add(float (&sum)[4], const Pair (&low)[4], const Pair (&high)[4], const Quad& x) {
-    multiply(Type{}, sum, low[0], high[0], low[1], high[1], x.word[0], x.word[1]);
-    multiply(Type{}, sum, low[2], high[2], low[3], high[3], x.word[2], x.word[3]);
-  }
   static constexpr Pair ONES[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
   static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
   static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
@@ -466,11 +339,6 @@ struct MmaTile {
   // -(128 + z) of a zero point in bits 16-19.
   static constexpr u32 ZERO_MASK = 0x000F0000;
   static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) { return as_float((zero & mask) | 0xC3000000); }
-
-  static constexpr u32 SYMMETRIC_ZEROS = 0x88888888;
-
-  // Of the zero points of eight rows, row g's in bits 16-19, others' around it.
-  static NYBBLE_METHOD u32 in_place(u32 word, int g) { return ZEROS ? rotate_left(word, 16 - 4 * g) : word; }
 
   // A row's scales of one step, side by side as in memory.
   struct StepScales {
@@ -505,11 +373,6 @@ struct MmaTile {
       }
     }
   }
-  // group: of the slice
-  static NYBBLE_METHOD typename Scale::Bits& scale_of(u8* scales, int row, u32 group) {
-    return *reinterpret_cast<typename Scale::Bits*>(scales + scale_place(row, group / GROUPS, group % GROUPS));
-  }
-
   // Lane (g, t) holds rows g and g + 8 of w for rows 2t and 2t + 1 of x.
   NYBBLE_METHOD void deposit(float* sums) const {
     const int g = lane_index() / 4, t = lane_index() % 4;

@@ -237,6 +237,11 @@ struct Half {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x2C002C00), "r"(b ^ 0x80008000));
     return d;
   }
+  static NYBBLE_METHOD Pair times(Pair a, Pair b) {
+    Pair d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000));
+    return d;
+  }
 #endif
 };
 
@@ -284,6 +289,11 @@ struct BFloat {
   static NYBBLE_METHOD Pair subtract(Pair a, Pair b) {
     Pair d;  // sub.bf16x2 is newer than sm_80: a * 1 - b
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(ONES), "r"(b ^ 0x80008000));
+    return d;
+  }
+  static NYBBLE_METHOD Pair times(Pair a, Pair b) {
+    Pair d;  // nor is mul.bf16x2: a * b - 0
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000));
     return d;
   }
 #endif

@@ -23,10 +23,11 @@
 // x is read once by each block, straight into the lanes that need it, so K and K * M have no limit. Sums are fp32, and
 // every sum has one order: the same call gives the same bits.
 //
-// A slice is added up by one of three engines, all with the same face:
+// A slice is added up by one of four engines, with the same face:
 //   DotRows    lanes side by side along K, v_dot2: one or two rows of x                                   dot_rows.h
 //   WmmaTile   16x16x16 matrix instructions of RDNA 3 and 4                                              wmma_tile.h
 //   MmaTile    16x8x16 matrix instructions of CUDA, weights staged through shared memory                 mma_tile.h
+//   BlockTile  the same instructions for 17 to 64 rows: waves share x, and cut the rows instead of K    block_tile.h
 #pragma once
 
 #include "platform.h"

@@ -14,6 +14,7 @@ import torch
 
 from nybble.kernels.linear import Broken, LinearConfig, LinearKernel, W4A16Linear, linear_reference
 from nybble.kernels.linear.backends import BACKENDS
+from nybble.kernels.linear.route import limits_for
 from nybble.kernels.packing import W4A16Weight, pack_rows
 from nybble.kernels.target import Target
 
@@ -22,8 +23,8 @@ log = logging.getLogger(__name__)
 # Relative to the reference's norm; a wrong group, zero point or nibble order gives errors near 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _N, _K, _G = 64, 256, 32
-# Rows of x. The skinny path takes other code for one row, for a few and for a whole tile.
-_ROWS = {"skinny": (1, 3, 16)}
+# Rows of x. The skinny path takes other code for one row, for a few, for a whole tile, and for more where the chip has it.
+_ROWS = {"skinny": (1, 3, 16, 33)}
 _FEW = (3,)
 
 
@@ -88,7 +89,8 @@ def _problem(
     tolerance = _TOLERANCE[dtype] + (0.0 if path == "dense" else kernel.added_error)
     try:
         layer = W4A16Linear(weight, bias, dtype, device, target, kernel, dense=path == "dense")
-        for m in _ROWS.get(path, _FEW):
+        most = limits_for(target).skinny_max_m if path == "skinny" else max(_FEW)
+        for m in (m for m in _ROWS.get(path, _FEW) if m <= most):
             x = torch.randn(m, _K, generator=gen).to(dtype)
             expected = linear_reference(x, weight, bias)
             for name, y, wanted in _ways(layer, path, x.to(device), expected):

@@ -371,6 +371,20 @@ FAULTS = (
         "tests/kernels/test_linear.py -k routes",
     ),
     Fault(
+        "RDNA given more rows than its matrix tile has",
+        "kernels/linear/skinny.py",
+        'return MAX_M if target.kind == "cuda" else _TILE_M',
+        "return MAX_M",
+        "tests/kernels/test_skinny.py -k refused_in_words",
+    ),
+    Fault(
+        "shared memory of many rows without a second team's sums",
+        "kernels/linear/skinny.py",
+        "return self.teams * self.m * (self.rows + 4) * 4 + 4",
+        "return self.m * (self.rows + 4) * 4 + 4",
+        "tests/kernels/test_skinny.py -k sums_of_teams",
+    ),
+    Fault(
         "decode kernel given rows that 16-byte loads cannot start at",
         "kernels/linear/skinny.py",
         "if words.data_ptr() % _ALIGNMENT_BYTES or (words.shape[0] > 1 and stride % _ALIGNMENT_BYTES):",

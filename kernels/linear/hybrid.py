@@ -1,6 +1,6 @@
 """The RDNA hybrid: one packed weight in the skinny layout, read by every path. On CUDA too, where it is developed.
 
-Paths: "skinny", the csrc kernel for up to 16 rows (skinny.py), and "triton", fused dequantisation in a Triton GEMM
+Paths: "skinny", the csrc kernel for up to 16 rows, on CUDA 64 (skinny.py), and "triton", fused dequantisation in a Triton GEMM
 (triton_skinny.py). The rows of the kernel table that need Triton stand here and import it only when they run, so that a
 host without it can still read the table.
 """
@@ -51,6 +51,8 @@ class Hybrid(LinearKernel):
     paths = ("skinny", "triton")
 
     def can_implement(self, config: LinearConfig, target: Target) -> tuple[bool, str]:
+        from nybble.kernels.linear.skinny import max_m
+
         if not target.is_rdna and target.sm < _CUDA_FROM:
             return (
                 False,
@@ -64,7 +66,8 @@ class Hybrid(LinearKernel):
         if not config.symmetric and config.n % PER_WORD:
             return False, f"N={config.n} with zero points: accepted multiples of {PER_WORD}"
         try:
-            _plan(config, target, 16)  # with the most rows: the most shared memory
+            for m in (16, max_m(target)):  # with the most rows of a kind of plan: the most shared memory
+                _plan(config, target, m)
         except ValueError as error:
             return False, str(error)
         return True, "one packed weight, read by every path"

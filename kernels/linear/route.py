@@ -6,8 +6,8 @@
       |-- otherwise ---------------------> "triton"   fused dequantisation on the same packed weights
       `-- no GPU kernel fits ------------> "cpu" or "general"
 
-The limits are data, per chip. The skinny kernel is made for one matrix tile of rows, 16, and keeps no activations in LDS,
-so that K*M has no limit.
+The limits are data, per chip. The skinny kernel is made for one matrix tile of rows, 16, on CUDA for 64, and keeps no more
+than a few steps of activations in LDS, so that K*M has no limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LIMITS: tuple[tuple[str, RouteLimits], ...] = (
     # 686 against 543 at M=32.
     ("x86_64", RouteLimits(dense_min_m=24)),
     # H200, gate_up and down of Qwen3-8B, bf16: fused 45 us against dense 51 at M=64, 68 against 53 at M=96.
-    ("sm_90", RouteLimits(dense_min_m=96)),
+    ("sm_90", RouteLimits(skinny_max_m=64, dense_min_m=96)),
+    ("sm_", RouteLimits(skinny_max_m=64)),
     ("", RouteLimits()),
 )
 

@@ -1,4 +1,4 @@
-"""The decode GEMM: y[M, N] = x[M, K] @ w^T + bias for M up to 16, at the speed at which the packed weights can be read.
+"""The decode GEMM: y[M, N] = x[M, K] @ w^T + bias for few rows M, at the speed at which the packed weights can be read.
 
 The kernel is csrc/skinny_w4a16.cpp, one source for HIP and CUDA; how it works is told in csrc/skinny_w4a16.h. Here a call
 gets a `Plan`, how the problem is cut up, a pure function of chip and shape; a plan and the types name one `Program`, which
@@ -22,7 +22,8 @@ from nybble.kernels.native import Launch, Program
 from nybble.kernels.skinny_layout import SkinnyWeight
 from nybble.kernels.target import Target
 
-MAX_M = 16
+MAX_M = 64  # of any chip; see max_m
+_TILE_M = 16  # most rows of a plan whose waves each read x for themselves
 SOURCE, ENTRY = "skinny_w4a16.cpp", "nybble_skinny_w4a16"
 # x, w, scales, zeros, bias, y, partial, counters; M, N, K, row strides of x, w, scales, zeros in bytes, splits
 LAYOUT = "PPPPPPPPiiiiiiii"
@@ -33,6 +34,8 @@ _ALIGNMENT_BYTES = 16
 _ROW_BYTES = 1 << 25  # most between two rows: offsets inside a block are 32 bits wide
 _READY_AT_MOST = 1 << 16  # launches kept ready
 _RESERVED_BYTES = 1024  # of a multiprocessor's shared memory that CUDA keeps for each block
+# Splits are for problems too small to fill the chip: this holds the partial sums of any of them.
+_PARTIAL_BYTES, _COUNTERS = 16 << 20, 4096
 _LONG_K = 8192  # from here on a row of w is worth all waves of a block
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -42,12 +45,13 @@ _LONG_K = 8192  # from here on a row of w is worth all waves of a block
 class Plan:
     """How one problem is cut up.
 
-    engine  "DotRows", "WmmaTile" or "MmaTile" (csrc)
+    engine  "DotRows", "WmmaTile", "MmaTile" or "BlockTile" (csrc)
     m       rows of x that the code is made for, at least the call's
-    rows    of w that a block owns; the block's `waves` share K
+    rows    of w that a block owns; the block's `waves` share K, of BlockTile the rows
     step    granules of 32 k that a wave takes at a time
-    stages  of MmaTile's ring; 1 for the others, which have none
+    stages  of the ring of MmaTile and BlockTile; 1 for the others, which have none
     splits  blocks that share those rows and cut K once more
+    teams   of BlockTile: waves that share their rows and cut each step; 0 for the others
     """
 
     engine: str
@@ -57,6 +61,7 @@ class Plan:
     step: int
     stages: int = 1
     splits: int = 1
+    teams: int = 0
 
     def __str__(self) -> str:
         split = f", K in {self.splits} parts" if self.splits > 1 else ""
@@ -91,30 +96,48 @@ class Plan:
                 f"NYBBLE_WAVES={self.waves}",
                 f"NYBBLE_STEP={self.step}",
                 f"NYBBLE_STAGES={self.stages}",
+                *([f"NYBBLE_TEAMS={self.teams}"] if self.teams else []),
                 *([] if gate is None else [f"NYBBLE_GATE={_GATE[gate]}"]),
             ),
         )
 
     def shared_bytes(self, k: int, group_size: int, scale_bytes: int, zeros: bool) -> int:
         """Dynamic shared memory of a block, as csrc lays it out: the sums of its waves, in the place of the engine's own."""
-        sums = self.waves * self.m * self.rows * 4
-        if self.engine != "MmaTile":
-            return sums
+        if self.engine in ("DotRows", "WmmaTile"):
+            return self.waves * self.m * self.rows * 4
+        # A ring and the scales and zero points of a slice, of each wave or of the whole block.
+        sharers, slices = (1, self.splits) if self.teams else (self.waves, self.splits * self.waves)
         ring = self.stages * self.step * (self.rows * 16 + self.m * 64)
-        steps = -(-self.steps(k) // (self.splits * self.waves))  # most of a wave
+        steps = -(-self.steps(k) // slices)  # most of a slice
         groups = self.step * _GRANULE // group_size  # of a step
         unit = max(4, groups * scale_bytes)
         scale_rows = -(-steps * groups * scale_bytes // unit) * unit * self.rows
         zero_rows = steps * groups * self.rows // 8 * 4 if zeros else 0
         side = (scale_rows + zero_rows + 15) // 16 * 16
-        return max(self.waves * (ring + side), sums)
+        return max(sharers * (ring + side), self._sum_bytes())
+
+    def _sum_bytes(self) -> int:
+        if self.teams:  # rows four floats longer, and a word that says who is the last to come
+            return self.teams * self.m * (self.rows + 4) * 4 + 4
+        return self.waves * self.m * self.rows * 4
+
+    def partial_bytes(self, m: int, n: int) -> int:
+        """Sums of all splits in global memory, 0 where K is not split."""
+        if self.splits == 1:
+            return 0
+        return self.splits * 4 * (self.m * self.blocks(n) * self.rows if self.teams else m * n)
+
+
+def max_m(target: Target) -> int:
+    """Most rows of x that the kernel takes: on RDNA those of one matrix tile."""
+    return MAX_M if target.kind == "cuda" else _TILE_M
 
 
 def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool) -> Plan:
-    """The plan for M rows of a layer. Raises ValueError for M outside 1..16, a layer without rows, a chip without such a
+    """The plan for M rows of a layer. Raises ValueError for M outside 1..max_m, a layer without rows, a chip without such a
     kernel, and a layer that the chip has too little shared memory for."""
-    if not 1 <= m <= MAX_M:
-        raise ValueError(f"skinny: given M={m}, accepted 1 to {MAX_M}")
+    if not 1 <= m <= max_m(target):
+        raise ValueError(f"skinny: given M={m}, accepted 1 to {max_m(target)}")
     if n < 1:
         raise ValueError(f"skinny: given N={n}, accepted at least 1")
     if target.is_rdna:
@@ -123,7 +146,7 @@ def plan_for(target: Target, m: int, n: int, k: int, group_size: int, scale_byte
         plan = _cuda_plan(target, m, n, k, group_size, scale_bytes, zeros)
     else:
         raise ValueError(f"skinny: given {target.kind} {target.arch}, accepted gfx11*, gfx120* and CUDA")
-    return replace(plan, splits=_splits(target, plan, n, k))
+    return plan if plan.teams else replace(plan, splits=_splits(target, plan, n, k))
 
 
 def _rdna_plan(target: Target, m: int, n: int) -> Plan:
@@ -131,7 +154,7 @@ def _rdna_plan(target: Target, m: int, n: int) -> Plan:
         return Plan("DotRows", m, rows=16, waves=4, step=32)
     # x is read once by each block: more rows of w in it are less of that, but every CU should have a block.
     rows = 64 if n >= 128 * target.compute_units else 32
-    return Plan("WmmaTile", MAX_M, rows, waves=8, step=4)
+    return Plan("WmmaTile", _TILE_M, rows, waves=8, step=4)
 
 
 def _cuda_plan(
@@ -142,6 +165,8 @@ def _cuda_plan(
     if units < 1:
         raise ValueError(f"skinny: given {target.arch} with {units} multiprocessors, accepted at least 1")
     bucket = power_of_two(m)
+    if m > _TILE_M:
+        return _wide_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
     if group_size == _GRANULE and zeros:
         short = _short_groups_plan(units, bucket, n, k)
         if short.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:
@@ -181,6 +206,49 @@ def _cuda_plan(
     return plan
 
 
+def _wide_plans(bucket: int) -> list[Plan]:
+    """BlockTile with two teams, 32 or 48 rows of w a wave; the last needs little shared memory."""
+    blocks = ((192, 8, 4), (128, 8, 4), (64, 4, 4), (32, 2, 2))
+    return [
+        Plan("BlockTile", bucket, rows, waves, step=4, stages=stages, teams=2)
+        for rows, waves, stages in blocks
+    ]
+
+
+def _wide_plan(
+    target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
+) -> Plan:
+    """One block for every multiprocessor, by parts of K where there are too few: the grid that is done first.
+
+    Reasoned, not measured: a block takes its steps, and each is as long as its rows of w and of x together.
+    """
+
+    def fits(plan: Plan) -> bool:
+        return plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
+
+    def split(plan: Plan) -> Plan:
+        """More parts than fill the chip only where scales and zero points of fewer do not fit."""
+        room = 2 * _PARTIAL_BYTES // replace(plan, splits=2).partial_bytes(bucket, n)
+        most = max(1, min(room, plan.steps(k) // 2))
+        parts = max(1, min(target.compute_units // plan.blocks(n), most))
+        choice = [replace(plan, splits=s) for s in range(parts, most + 1)]
+        return next(filter(fits, choice), choice[-1])
+
+    def cost(plan: Plan) -> int:
+        turns = -(-plan.blocks(n) * plan.splits // target.compute_units)
+        return turns * -(-plan.steps(k) // plan.splits) * (plan.rows + bucket)
+
+    plans = [split(plan) for plan in _wide_plans(bucket)]
+    fitting = [*filter(fits, plans)]
+    if not fitting:
+        needed = plans[-1].shared_bytes(k, group_size, scale_bytes, zeros)
+        raise ValueError(
+            f"skinny: given K={k}, G={group_size} and scales of {scale_bytes} bytes, which take {needed} bytes of shared "
+            f"memory for {bucket} rows of x, accepted at most {target.lds_bytes} on {target.arch}"
+        )
+    return min(fitting, key=cost)
+
+
 def _short_groups_plan(units: int, bucket: int, n: int, k: int) -> Plan:
     """For zero points of groups of 32: mostly steps of eight groups in a ring of two. Measured likewise, G 32."""
     few = bucket <= 8
@@ -199,7 +267,7 @@ def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
     return max(1, min(wanted, plan.steps(k) // plan.waves))
 
 
-_BUCKETS = (1, 2, 4, 8, 16)  # of M: the others have the plan of the next one
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: the others have the plan of the next one
 # Layers whose programs are those of all layers up to the last K: rows of w per unit between which plans change, and K at
 # which shared memory takes smaller blocks.
 _ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144)
@@ -216,7 +284,7 @@ def programs_for(
     shapes: Iterable[tuple[int, int]] | None = None,
     gates: Iterable[str | None] = (None,),
 ) -> tuple[Program, ...]:
-    """Every program that layers of these (N, K) need for M up to 16, each once.
+    """Every program that layers of these (N, K) need for M up to max_m, each once.
 
     scale_dtypes: by default the activations' type and float16, which GPTQ and AWQ files keep whatever the model's type is.
     shapes: by default layers of every size. A target whose number of compute units is not known (0) will do for those: plans
@@ -224,13 +292,20 @@ def programs_for(
     """
     gates = tuple(gates)
     chip = target if target.compute_units else replace(target, compute_units=_ANY_UNITS)
+    plans: dict[tuple[Plan, torch.dtype], None] = {}
+    scale_dtypes = tuple(scale_dtypes or {dtype, torch.float16})
+    buckets = [m for m in _BUCKETS if m <= max_m(chip)]
     if shapes is None:
+        wide = (plan for m in buckets if m > _TILE_M for plan in _wide_plans(m))
+        plans |= dict.fromkeys(product(wide, scale_dtypes))
+        buckets = [m for m in buckets if m <= _TILE_M]
         shapes = [(rows * chip.compute_units, k) for rows, k in product(_ROWS_PER_UNIT, _EVERY_K)]
-    found: dict[Program, None] = {}
-    for (n, k), scale_dtype, m in product(shapes, scale_dtypes or {dtype, torch.float16}, _BUCKETS):
-        plan = plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric)
-        for gate in gates:
-            found[plan.program(dtype, scale_dtype, group_size, not symmetric, gate)] = None
+    for (n, k), scale_dtype, m in product(shapes, scale_dtypes, buckets):
+        plans[plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric), scale_dtype] = None
+    found = {
+        plan.program(dtype, scale_dtype, group_size, not symmetric, gate)
+        for (plan, scale_dtype), gate in product(plans, gates)
+    }
     return tuple(sorted(found, key=lambda program: program.defines))
 
 
@@ -255,7 +330,7 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """y [M, N] of x's type = x @ ((q - z) * s)^T + bias, products summed in fp32. The same call gives the same bits.
 
-    x, words, scales, zeros, bias, group_size   as operands.check says; M up to 16; rows of words a multiple of 16 bytes
+    x, words, scales, zeros, bias, group_size   as operands.check says; M up to max_m; rows of words a multiple of 16 bytes
                                                 apart, of scales a multiple of their own size
     dependent   where the chip can (sm_90 and newer), start before the launch ahead in the stream has ended, which must not
                 be the one that writes the weights
@@ -486,15 +561,13 @@ def _current_stream(index: int) -> int:
     return stream
 
 
-# Splits are for problems too small to fill the chip: this holds the partial sums of any of them.
-_PARTIAL_BYTES, _COUNTERS = 8 << 20, 4096
 _WORKSPACES: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _OF_GRAPHS = -1
 
 
 def _workspace(device: torch.device, stream: int, plan: Plan, m: int, n: int) -> tuple[int, int]:
     """Addresses of partial sums and counters: of this stream, or, while a graph is captured, of the device's graphs."""
-    assert plan.splits * m * n * 4 <= _PARTIAL_BYTES and plan.blocks(n) <= _COUNTERS
+    assert plan.partial_bytes(m, n) <= _PARTIAL_BYTES and plan.blocks(n) <= _COUNTERS
     capturing = torch.cuda.is_current_stream_capturing()
     key = (device.index, _OF_GRAPHS if capturing else stream)
     if key not in _WORKSPACES:

@@ -44,6 +44,12 @@ def plan(
     return skinny.Plan("MmaTile", m, rows, waves, step, stages, splits)
 
 
+def wide(
+    m: int, rows: int = 32, waves: int = 2, splits: int = 1, step: int = 4, stages: int = 3, teams: int = 1
+) -> skinny.Plan:
+    return skinny.Plan("BlockTile", m, rows, waves, step, stages, splits, teams)
+
+
 def bits(t: torch.Tensor) -> np.ndarray:
     """All bytes between a tensor's first and last, those between its rows too."""
     flat = t.as_strided(((t.shape[0] - 1) * t.stride(0) + t.shape[1],), (1,)) if t.dim() == 2 else t
@@ -70,7 +76,7 @@ def run(
     columns = n if gate is None else n // 2
     operands = [0 if t is None else memory.put(bits(t)) for t in (x, w.words, w.scales, w.zeros, bias)]
     y = memory.room(m * columns * 2)
-    partial = memory.room(plan.splits * m * n * 4)
+    partial = memory.room(plan.partial_bytes(m, n))
     counters = memory.put(np.zeros(plan.blocks(n), np.uint32), writable=True)
     strides = [0 if t is None else t.stride(0) * t.element_size() for t in (x, w.words, w.scales, w.zeros)]
     kernel.launch(
@@ -104,7 +110,7 @@ def agrees(
     nvrtc: Nvrtc, plan: skinny.Plan, n: int, k: int, g: int, symmetric: bool, dtype: torch.dtype, **more
 ) -> None:
     scale_dtype, gate = more.pop("scale_dtype", dtype), more.get("gate")
-    weight, w, x = problem(plan.m, n, k, g, symmetric, dtype, scale_dtype)
+    weight, w, x = problem(more.pop("m", plan.m), n, k, g, symmetric, dtype, scale_dtype)
     bias = torch.linspace(-2, 2, n).to(dtype)
     want = linear_reference(x, replace(weight, scales=w.scales[:n]), bias)
     if gate is not None:
@@ -188,6 +194,62 @@ def test_any_n_and_rows_farther_apart(nvrtc):
     assert_close(run(nvrtc, plan(4), wide[:, :320], w), want)
 
 
+@DTYPES
+@FORMATS
+@GROUPS
+@pytest.mark.parametrize("m, bucket", [(17, 32), (64, 64)])
+def test_many_rows_match_the_reference(m, bucket, g, symmetric, dtype, nvrtc):
+    """Two blocks of which the second is not full, and a last step past K; m rows of x where the code is for more."""
+    agrees(nvrtc, wide(bucket), 40, 5 * max(g, 64), g, symmetric, dtype, m=m)
+
+
+@pytest.mark.parametrize("g", [32, 128])
+@pytest.mark.parametrize(
+    "one, m",
+    [
+        (wide(16, rows=96, stages=2), 16),
+        (wide(32, rows=64, waves=4, teams=2), 32),
+        (wide(48, rows=96, waves=4, splits=2, step=8, teams=2), 40),
+        (wide(64, rows=64, waves=8, splits=3, step=8, teams=2, stages=2), 33),
+    ],
+    ids=str,
+)
+def test_teams_and_parts_of_k(one, m, g, nvrtc):
+    """More steps than stages, any N without zero points; teams cut a group where its granules are more than a share."""
+    agrees(nvrtc, one, 71 if g == 128 else 72, 1024 * one.splits + 128, g, g == 128, torch.bfloat16, m=m)
+
+
+@pytest.mark.parametrize("m", [32, 64])
+@pytest.mark.parametrize(
+    "scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"]
+)
+def test_scales_of_every_type_for_many_rows(scale_dtype, m, nvrtc):
+    for g in (32, 64):
+        agrees(nvrtc, wide(m), 24, 9 * g, g, False, torch.float16, scale_dtype=scale_dtype)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gates_of_many_rows(splits, gate, nvrtc):
+    agrees(nvrtc, wide(32, splits=splits), 24, 512, 32, False, torch.float16, gate=gate, m=19)
+
+
+def test_many_rows_farther_apart(nvrtc):
+    dtype = torch.bfloat16
+    weight, w, x = problem(35, 7, 320, 64, True, dtype)
+    apart = torch.full((35, 384), float("nan"), dtype=dtype)
+    apart[:, :320] = x
+    want = linear_reference(x, replace(weight, scales=w.scales[:7]))
+    assert_close(run(nvrtc, wide(48), apart[:, :320], w), want)
+
+
+def test_the_same_bits_of_many_rows_whatever_comes_first(nvrtc):
+    _, w, x = problem(24, 40, 1024, 32, False, torch.bfloat16)
+    one = wide(32, waves=4, splits=2, teams=2)
+    first, *others = (run(nvrtc, one, x, w, order=order) for order in ("forward", "reversed", "random"))
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_large_means_do_not_drown_the_rest(nvrtc):
     """sum x is thousands of times what is left after the bias came off."""
     for dtype, step in product((torch.float16, torch.bfloat16), (4, 8)):
@@ -231,7 +293,7 @@ PLANTED = {
         "(i * X_COPIED + copied_m)",
         "reads global memory that it may not",
     ),
-    "another row's zero point": ("mma_tile.h", "16 - 4 * g", "12 - 4 * g", "worst"),
+    "another row's zero point": ("staged_tile.h", "16 - 4 * g", "12 - 4 * g", "worst"),
     "a stage overwritten while it is read": (
         "mma_tile.h",
         "fetch_w(step + STAGES - 1, last_stage);",
@@ -239,12 +301,59 @@ PLANTED = {
         "before the copy to it was waited for",
     ),
     "the part of sum x that one multiplication loses": (
-        "mma_tile.h",
+        "staged_tile.h",
         "low = value - high;",
         "low = 0;",
         "worst",
     ),
 }
+
+
+# Likewise, of the engine for many rows.
+PLANTED_WIDE = {
+    "no barrier in a step": (
+        "block_tile.h",
+        "      wait_for_copies<STAGES - 2>();\n      block_barrier();\n      if (step + STAGES - 1 < steps)",
+        "      wait_for_copies<STAGES - 2>();\n      if (step + STAGES - 1 < steps)",
+        "before the copy to it was waited for|another wave (wrote|used), with no barrier between",
+    ),
+    "copies that are not waited for": (
+        "block_tile.h",
+        "      wait_for_copies<STAGES - 2>();\n      block_barrier();\n      if (step + STAGES - 1 < steps)",
+        "      block_barrier();\n      if (step + STAGES - 1 < steps)",
+        "before the copy to it was waited for",
+    ),
+    "no barrier before the sums": (
+        "skinny_w4a16.cpp",
+        "  engine.deposit(sums);\n  block_barrier();",
+        "  engine.deposit(sums);",
+        "another wave (wrote|used), with no barrier between",
+    ),
+    "a row of x read that the call has not": (
+        "block_tile.h",
+        "smaller(m, p.m - 1) * u32(p.x_stride)",
+        "m * u32(p.x_stride)",
+        "reads global memory that it may not",
+    ),
+    "a counter that is not put back": (
+        "block_tile.h",
+        "if (thread_index() == 0) p.counters[block_x()] = 0;",
+        "",
+        "counters are 0 between calls",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_WIDE)
+def test_planted_faults_of_many_rows_are_found(name, nvrtc):
+    file, old, new, words = PLANTED_WIDE[name]
+    files = csrc().files
+    assert files[file].count(old) == 1
+    source = Sources(files | {file: files[file].replace(old, new)}, digest="")
+    weight, w, x = problem(21, 24, 1280, 32, False, torch.bfloat16)
+    with pytest.raises((Fault, AssertionError), match=words):
+        y = run(nvrtc, wide(32, waves=4, splits=2, teams=2), x, w, source=source)
+        assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -111,6 +111,7 @@ def test_nothing_fits_lists_every_reason():
 
 STRIX = Target("rocm", "gfx1151", "", 40, 65536)
 RADEON = Target("rocm", "gfx1100", "", 96, 65536)
+HOPPER = Target("cuda", "sm_90", "", 132, 232448)
 HYBRID = ("skinny", "triton")
 
 
@@ -122,6 +123,8 @@ HYBRID = ("skinny", "triton")
         (16, 20992, RADEON, HYBRID, "skinny"),
         (17, 576, RADEON, HYBRID, "triton"),
         (17, 576, STRIX, HYBRID, "triton"),
+        (64, 576, HOPPER, HYBRID, "skinny"),
+        (65, 576, HOPPER, HYBRID, "triton"),
         (256, 576, STRIX, (*HYBRID, "dense"), "dense"),
         (255, 576, STRIX, (*HYBRID, "dense"), "triton"),
         (2, 576, STRIX, ("triton",), "triton"),

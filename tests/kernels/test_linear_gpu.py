@@ -6,7 +6,7 @@ from weights import make_weight
 
 from nybble.kernels.linear import RECORDER, W4A16Linear, linear_reference
 from nybble.kernels.linear.backends import BACKENDS
-from nybble.kernels.linear.skinny import MAX_M
+from nybble.kernels.linear.skinny import max_m
 from nybble.kernels.selfcheck import check_paths
 from nybble.kernels.target import detect
 
@@ -36,7 +36,9 @@ def test_a_layer_computes_the_reference_at_every_m(gpu, n, k, g, symmetric, dtyp
     for m in (1, 2, 5, 6, 17, 64, 300):
         x = torch.randn(m, k).to(dtype)
         expected = linear_reference(x, weight, bias)
-        for path in {layer.path_for(m), *layer.available} - ({"skinny"} if m > MAX_M else set()):
+        for path in {layer.path_for(m), *layer.available} - (
+            {"skinny"} if m > max_m(layer.target) else set()
+        ):
             assert error(layer.run(x.to(gpu), path), expected) < DTYPES[dtype], (m, path)
 
 

@@ -35,6 +35,12 @@ def main() -> None:
     )
     with engine_of(bench) as engine:
         print(f"{a.streams} streams behind {a.context} tokens, a prompt of {a.prompt}; {engine.info.target}")
+        if engine.runner.times is not None:
+            for rows, time_ in engine.runner.times.mixed.items():
+                behind = time_.per_position * a.prompt * 1e3
+                print(
+                    f"  a pass of {rows:3} rows {time_.seconds * 1e3:6.2f} ms, {behind:.2f} more behind {a.prompt} positions"
+                )
         streams = {f"stream {i}" for i in range(a.streams)}
         for i, name in enumerate(sorted(streams)):
             engine.add(random_request(engine, name, a.context, 20000, seed=i, salt=name))

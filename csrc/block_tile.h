@@ -51,7 +51,6 @@ struct BlockTile {
   NYBBLE_METHOD void run(const Problem& p, int row0, Slice slice, u8* shared) {
     const int steps = slice.last - slice.first, granules = p.granules();
     const int most_steps = ((granules + STEP - 1) / STEP + p.splits - 1) / p.splits;
-    const u64 policy = read_once_policy();
     u8* const scales = shared + SHARED_BYTES;
     u8* const zeros = scales + Staged::scale_bytes(most_steps);
     const u32 ring = shared_address(shared);
@@ -80,7 +79,7 @@ struct BlockTile {
       NYBBLE_UNROLL
       for (int i = 0; i < COPIES; i++) {
         if (ROWS % COPIED && i * COPIED + copied_row >= ROWS) continue;
-        copy_once(stage + w_to + i * (COPIED * STEP * GRANULE_BYTES), w_row[i] + from, present, policy);
+        copy_line(stage + w_to + i * (COPIED * STEP * GRANULE_BYTES), w_row[i] + from, present);
       }
     };
     // x: chunks of 8 k, one a thread. Rows that the call has not are its last.

@@ -16,6 +16,11 @@ NYBBLE_DEV void copy_once(u32 to, const u8* from, bool present, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                "r"(present ? 16 : 0), "l"(policy));
 }
+// The same without a wish about the L2: with one, an address that all threads share in part makes ptxas 13.0 encode an
+// instruction that the chip refuses.
+NYBBLE_DEV void copy_line(u32 to, const u8* from, bool present) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
+}
 NYBBLE_DEV void copy(u32 to, const u8* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
 }

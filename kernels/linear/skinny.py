@@ -37,6 +37,10 @@ _RESERVED_BYTES = 1024  # of a multiprocessor's shared memory that CUDA keeps fo
 # Splits are for problems too small to fill the chip: this holds the partial sums of any of them.
 _PARTIAL_BYTES, _COUNTERS = 16 << 20, 4096
 _LONG_K = 8192  # from here on a row of w is worth all waves of a block
+_WIDE_BLOCKS, _WIDE_LEAST_K = (
+    3,
+    1024,
+)  # of BlockTile: blocks for each multiprocessor, and K of a part at least
 
 # --------------------------------------------------------------------------------------------------------------- plan
 
@@ -206,47 +210,44 @@ def _cuda_plan(
     return plan
 
 
-def _wide_plans(bucket: int) -> list[Plan]:
-    """BlockTile with two teams, 32 or 48 rows of w a wave; the last needs little shared memory."""
-    blocks = ((192, 8, 4), (128, 8, 4), (64, 4, 4), (32, 2, 2))
-    return [
-        Plan("BlockTile", bucket, rows, waves, step=4, stages=stages, teams=2)
-        for rows, waves, stages in blocks
-    ]
+_WIDE_ROWS = (96, 64)
+
+
+def _wide_plans(bucket: int, rows: Sequence[int] = _WIDE_ROWS) -> list[Plan]:
+    """With blocks of these rows of w, then with ever less shared memory."""
+    step = 8 if bucket <= 32 else 4
+    blocks = [*((r, 4, step, 3) for r in rows), (64, 4, 4, 3), (64, 4, 4, 2), (32, 2, 4, 2)]
+    plans = (Plan("BlockTile", bucket, r, waves, step, stages, teams=2) for r, waves, step, stages in blocks)
+    return list(dict.fromkeys(plans))
 
 
 def _wide_plan(
     target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
 ) -> Plan:
-    """One block for every multiprocessor, by parts of K where there are too few: the grid that is done first.
-
-    Reasoned, not measured: a block takes its steps, and each is as long as its rows of w and of x together.
-    """
+    """The first that the chip has shared memory for, in as many parts of K as fill it. Measured likewise, M 32 and 64."""
+    units = target.compute_units
 
     def fits(plan: Plan) -> bool:
         return plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes
 
     def split(plan: Plan) -> Plan:
-        """More parts than fill the chip only where scales and zero points of fewer do not fit."""
+        """Three blocks a multiprocessor; more parts only where scales and zero points of fewer do not fit."""
         room = 2 * _PARTIAL_BYTES // replace(plan, splits=2).partial_bytes(bucket, n)
         most = max(1, min(room, plan.steps(k) // 2))
-        parts = max(1, min(target.compute_units // plan.blocks(n), most))
+        parts = max(1, min(_WIDE_BLOCKS * units // plan.blocks(n), k // _WIDE_LEAST_K, most))
         choice = [replace(plan, splits=s) for s in range(parts, most + 1)]
         return next(filter(fits, choice), choice[-1])
 
-    def cost(plan: Plan) -> int:
-        turns = -(-plan.blocks(n) * plan.splits // target.compute_units)
-        return turns * -(-plan.steps(k) // plan.splits) * (plan.rows + bucket)
-
-    plans = [split(plan) for plan in _wide_plans(bucket)]
-    fitting = [*filter(fits, plans)]
-    if not fitting:
-        needed = plans[-1].shared_bytes(k, group_size, scale_bytes, zeros)
-        raise ValueError(
-            f"skinny: given K={k}, G={group_size} and scales of {scale_bytes} bytes, which take {needed} bytes of shared "
-            f"memory for {bucket} rows of x, accepted at most {target.lds_bytes} on {target.arch}"
-        )
-    return min(fitting, key=cost)
+    rows = next((r for r in _WIDE_ROWS if n >= r * units), _WIDE_ROWS[-1])
+    plans = [split(plan) for plan in _wide_plans(bucket, (rows,))]
+    for plan in plans:
+        if fits(plan):
+            return plan
+    needed = plans[-1].shared_bytes(k, group_size, scale_bytes, zeros)
+    raise ValueError(
+        f"skinny: given K={k}, G={group_size} and scales of {scale_bytes} bytes, which take {needed} bytes of shared "
+        f"memory for {bucket} rows of x, accepted at most {target.lds_bytes} on {target.arch}"
+    )
 
 
 def _short_groups_plan(units: int, bucket: int, n: int, k: int) -> Plan:

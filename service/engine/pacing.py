@@ -137,11 +137,14 @@ class PassTimes:
         rows = _padded(self.mixed, streams + count)
         time, scale = self.mixed[rows], max(1.0, (streams + count) / rows)
         context = sum(p.count * p.context for p in prompts) / max(count, 1)
-        without = self.decode[_padded(self.decode, streams)]
-        return max(0.0, (time.seconds + time.per_position * context) * scale - without)
+        return max(0.0, (time.seconds + time.per_position * context) * scale - self.step(streams))
+
+    def step(self, streams: float) -> float:
+        """Seconds of a decode step of this many streams on few positions."""
+        return self.decode[_padded(self.decode, streams)]
 
 
-def _padded(known: Mapping[int, object], rows: int) -> int:
+def _padded(known: Mapping[int, object], rows: float) -> int:
     """The first number of rows that holds these, or the last there is."""
     all_rows = tuple(known)
     return all_rows[min(bisect_left(all_rows, rows), len(all_rows) - 1)]
@@ -228,8 +231,8 @@ class Pacer:
         self.model = CostModel()
         self.ratio = STEP_RATIO
         self._last_busy = 0
-        # bit length of the number of streams -> steps measured, and their mean seconds, older ones fading
-        self._usual: dict[int, tuple[int, float]] = {}
+        # bit length of the number of streams -> steps measured, their mean seconds and streams, older ones fading
+        self._usual: dict[int, tuple[int, float, float]] = {}
 
     def budget(self, streams: int, newcomers: int = 0) -> Budget:
         """For a step that also computes one row each of `streams` sequences, while so many prompts could get on.
@@ -264,20 +267,21 @@ class Pacer:
 
     def _growth(self, streams: int, newcomers: int) -> float:
         """How many times as long a step usually takes when the newcomers are streams too."""
-        if self._times is not None:
-            now, then = (
-                self._times.decode[_padded(self._times.decode, n)] for n in (streams, streams + newcomers)
-            )
-        else:
-            now, then = self.usual(streams) or 1.0, self.usual(streams + newcomers) or 1.0
+        now, then = self.usual(streams) or 1.0, self.usual(streams + newcomers) or 1.0
         return max(1.0, then / now)
 
     def usual(self, streams: int) -> float | None:
-        """Seconds of a step of this many streams without prompt rows, or of the most similar number measured."""
+        """Seconds of a step of this many streams without prompt rows: of the most similar number measured, and as many times
+        that as captured steps of the two took at the start."""
         if not self._usual:
             return None
         size = streams.bit_length()
-        return self._usual[min(self._usual, key=lambda measured: (abs(measured - size), measured))][1]
+        _, seconds, about = self._usual[
+            min(self._usual, key=lambda measured: (abs(measured - size), measured))
+        ]
+        return (
+            seconds if self._times is None else seconds * self._times.step(streams) / self._times.step(about)
+        )
 
     def observe(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
         """What a step took."""
@@ -304,6 +308,7 @@ class Pacer:
 
     def _observe_usual(self, seconds: float, streams: int) -> None:
         size = streams.bit_length()
-        count, before = self._usual.get(size, (0, seconds))
+        count, before, about = self._usual.get(size, (0, seconds, streams))
         share = max(0.2, 1 / (count + 1))
-        self._usual[size] = count + 1, before + share * (min(seconds, _CLIP * before) - before)
+        seconds = before + share * (min(seconds, _CLIP * before) - before)
+        self._usual[size] = count + 1, seconds, about + share * (streams - about)

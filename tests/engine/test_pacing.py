@@ -186,7 +186,8 @@ def test_many_that_come_together_are_not_kept_waiting_for_the_first_ones_gaps(de
     for _ in range(20):
         clock.step()
     assert max(gaps) < 3 * statistics.median(clock.gaps("first")[-10:])
-    assert took < 0.62, "0.69 and 0.71 s where a step is only as long as the streams of the moment allow"
+    # Steps as long as the streams of the moment allow take 0.71 s of gpu-tiles; as long as one stream's allow, 0.53 of staircase.
+    assert took < (0.5 if device == "staircase" else 0.62)
 
 
 def test_a_device_that_becomes_slower_gets_smaller_chunks_within_a_few_steps():

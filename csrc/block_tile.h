@@ -82,7 +82,7 @@ struct BlockTile {
         copy_line(stage + w_to + i * (COPIED * STEP * GRANULE_BYTES), w_row[i] + from, present);
       }
     };
-    // x: chunks of 8 k, one a thread. Rows that the call has not are its last.
+    // x: chunks of 8 k, one a thread. Rows that the call has not are zeros: all blocks would ask for its last at once.
     constexpr int CHUNKS = STEP * 4, X_COPIED = THREADS / CHUNKS, X_COPIES = (M + X_COPIED - 1) / X_COPIED;
     static_assert(X_COPIED % 2 == 0);
     const int copied_chunk = thread_index() % CHUNKS, copied_m = thread_index() / CHUNKS;
@@ -95,7 +95,8 @@ struct BlockTile {
       for (int i = 0; i < X_COPIES; i++) {
         const int m = i * X_COPIED + copied_m;
         if (M % X_COPIED && m >= M) continue;
-        copy(stage + x_to + i * (X_COPIED * Staged::X_ROW_BYTES), from + smaller(m, p.m - 1) * u32(p.x_stride), present);
+        copy(stage + x_to + i * (X_COPIED * Staged::X_ROW_BYTES), from + smaller(m, p.m - 1) * u32(p.x_stride),
+             present && m < p.m);
       }
     };
 

@@ -331,8 +331,8 @@ PLANTED_WIDE = {
     ),
     "a row of x read that the call has not": (
         "block_tile.h",
-        "smaller(m, p.m - 1) * u32(p.x_stride)",
-        "m * u32(p.x_stride)",
+        "smaller(m, p.m - 1) * u32(p.x_stride),\n             present && m < p.m",
+        "m * u32(p.x_stride),\n             present",
         "reads global memory that it may not",
     ),
     "a counter that is not put back": (

@@ -38,12 +38,12 @@ struct BlockTile {
   static constexpr int X_TILES = M / 8;
   static constexpr int PER_GROUP = Staged::PER_GROUP, GROUPS = Staged::GROUPS;
   static constexpr int SCALE_BYTES = Staged::SCALE_BYTES, SCALE_UNIT = Staged::SCALE_UNIT;
-  static constexpr int SHARE = STEP / TEAMS;                                 // granules of a step that a wave takes
-  static constexpr int RUN = PER_GROUP < SHARE ? PER_GROUP : SHARE;          // of them in one group
-  static constexpr int PAIR_GROUPS = PER_GROUP == 1 ? 2 : 1;                 // groups of two granules
+  static constexpr int SHARE = STEP / TEAMS;                         // granules of a step that a wave takes
+  static constexpr int RUN = PER_GROUP < SHARE ? PER_GROUP : SHARE;  // of them in one group
+  static constexpr int PAIR_GROUPS = PER_GROUP == 1 ? 2 : 1;         // groups of two granules
   static constexpr bool SCALED = X_TILES > 4 && SAME<Type, Scale>;
-  static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;          // and side_bytes()
-  static constexpr int PITCH = ROWS + 4;                                     // of sums: lanes meet in no bank
+  static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;  // and side_bytes()
+  static constexpr int PITCH = ROWS + 4;                             // of sums: lanes meet in no bank
   static_assert(M % 8 == 0 && ROWS % (16 * ROW_WAVES) == 0 && WAVES % TEAMS == 0 && STEP % (2 * TEAMS) == 0);
 
   float total[TILES][X_TILES][4];
@@ -172,14 +172,13 @@ struct BlockTile {
           NYBBLE_UNROLL
           for (int v = 0; SCALED && v < 4; v++) weights[v] = Type::times(weights[v], of_rows.twice(i));
         }
-        float(&into)[TILES][X_TILES][4] = SCALED ? total : sum;
+        float (&into)[TILES][X_TILES][4] = SCALED ? total : sum;
         NYBBLE_UNROLL
         for (int c = 0; c < X_TILES; c++) {
-          const Quad x =
-              load_chunk(stage + Staged::W_BYTES + Staged::x_place(8 * c + g, 4 * (granule0 + j + i) + t));
+          const Quad x = load_chunk(stage + Staged::W_BYTES + Staged::x_place(8 * c + g, 4 * (granule0 + j + i) + t));
           NYBBLE_UNROLL
           for (int tile = 0; tile < TILES; tile++) {
-            float(&s)[4] = into[tile][c];
+            float (&s)[4] = into[tile][c];
             if (!SCALED && (j + i) % RUN == 0) s[0] = s[1] = s[2] = s[3] = 0;
             Staged::add(s, pair[tile][0], pair[tile][1], x);
           }

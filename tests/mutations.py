@@ -371,6 +371,34 @@ FAULTS = (
         "tests/kernels/test_linear.py -k routes",
     ),
     Fault(
+        "streams and prompts of a pass in each other's places",
+        "service/engine/inputs.py",
+        "groups = [(spans[:streams], room), (prompts, together)]",
+        "groups = [(spans, room + together)]",
+        "tests/engine/test_inputs.py -k place_of_their_own",
+    ),
+    Fault(
+        "a pass of more rows than there is room for",
+        "service/engine/inputs.py",
+        "return rows <= self.rungs[-1]",
+        "return True",
+        "tests/engine/test_inputs.py -k none_beside_it",
+    ),
+    Fault(
+        "newcomers not counted in what a step may take",
+        "service/engine/pacing.py",
+        "return max(1.0, then / now)",
+        "return 1.0",
+        "tests/engine/test_pacing.py -k many_that_come",
+    ),
+    Fault(
+        "parts added up for prompts that have one, stored already",
+        "kernels/attention/triton_paged.py",
+        "    if tiles <= per_split:\n        return\n",
+        "",
+        "tests/kernels/test_paged_attention.py -k one_part",
+    ),
+    Fault(
         "RDNA given more rows than its matrix tile has",
         "kernels/linear/skinny.py",
         'return MAX_M if target.kind == "cuda" else _TILE_M',
@@ -632,8 +660,8 @@ FAULTS = (
     Fault(
         "a graph is replayed for prompts that it was not captured for",
         "service/engine/inputs.py",
-        "return fixed.get(len(batch.token_ids)) is batch",
-        "return len(batch.token_ids) in fixed",
+        "return self._fixed[kind].get(len(batch.token_ids)) is batch",
+        "return len(batch.token_ids) in self._fixed[kind]",
         "tests/engine/test_inputs.py -k batch_of_their_own",
     ),
     Fault(
@@ -683,7 +711,7 @@ FAULTS = (
         "a batch to be timed begins one by one",
         "service/bench_engine.py",
         """    for i in range(batch):
-        engine.add(_request(engine, "prompt", first, 1, seed=i))
+        engine.add(random_request(engine, "prompt", first, 1, seed=i))
         while engine.has_work:
             engine.step()
 """,

@@ -46,7 +46,7 @@ MAX_PROMPT_SPLITS, _PROMPT_PROGRAMS_PER_UNIT, _LEAST_TILES = 16, 2, 8
 _REDUCED_HEADS, _KNOWN_SEQUENCES = 4, 256
 # Rows of streams beside prompts: parts of the keys of each at least, since few of them may be there.
 _STREAM_SPLITS = 8
-# The same for a few rows of prompts, of which mostly one is there.
+# Of a few rows of prompts, of which mostly one is there, no more are needed than fill the chip for it, nor than these.
 _FEW_ROWS_SPLITS = 32
 _LOG2_E = 1.4426950408889634
 
@@ -530,7 +530,9 @@ def launch_attention(
             parts = splits
         elif few_rows:
             # Some, however many sequences: without splits it would be another kernel, compiled while requests wait.
-            least = _FEW_ROWS_SPLITS if most > 1 else _STREAM_SPLITS if streams else 1
+            least = _STREAM_SPLITS if streams else 1
+            if most > 1:
+                least = max(2, min(_FEW_ROWS_SPLITS, splits_for(target, 1, kv_heads, row_blocks)))
             parts = max(splits_for(target, sequences, kv_heads, row_blocks), least)
         else:
             parts = prompt_splits_for(target, kv_heads, row_blocks)

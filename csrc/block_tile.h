@@ -9,7 +9,7 @@
 // ones overwrite. Waves own rows, and TEAMS of them share those rows and cut the granules of a step among themselves:
 //
 //            one step of K ->
-//     rows   | wave 0 | wave 4 |      ROWS = 4 x WAVE_ROWS, 8 waves, 2 teams
+//     rows   | wave 0 | wave 4 |      ROWS = 4 x WAVE_ROWS, 8 waves, 2 teams (plans have 2 or 4)
 //            | wave 1 | wave 5 |      x tiles, read from shared memory, serve all TILES of 16 rows of a wave
 //            | wave 2 | wave 6 |
 //            | wave 3 | wave 7 |      sums [team][m][row] in shared memory -> one number, as for slices elsewhere

@@ -20,7 +20,7 @@
 //     rows   | wave 0 | wave 1 | ... | wave W-1 |  split 0  -> sums [wave][m][row] in shared memory -> one number
 //            | wave 0 | wave 1 | ... | wave W-1 |  split 1  -> likewise -> partial [split][m][n] -> the last block adds
 //
-// x is read once by each block, straight into the lanes that need it, so K and K * M have no limit. Sums are fp32, and
+// (BlockTile's waves cut the rows.) x is read once by each block, not kept whole anywhere, so K and K * M have no limit. Sums are fp32, and
 // every sum has one order: the same call gives the same bits.
 //
 // A slice is added up by one of four engines, with the same face:
@@ -45,7 +45,7 @@ struct Problem {
   const u8* zeros;   // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
   const u16* bias;   // [n] or null
   u16* y;            // [m, n], or [m, n/2] with a gate
-  float* partial;    // [splits, m, n] where splits > 1
+  float* partial;    // [splits, m, n] where splits > 1; of BlockTile see there
   u32* counters;     // [blocks of rows], 0 between calls
   int m, n, k;
   int x_stride, w_stride, s_stride, z_stride;

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _N, _K, _G = 64, 256, 32
 # Rows of x. The skinny path takes other code for one row, for a few, for a whole tile, and for more where the chip has it.
-_ROWS = {"skinny": (1, 3, 16, 33)}
+_ROWS = {"skinny": (1, 3, 16, 17, 33)}
 _FEW = (3,)
 
 

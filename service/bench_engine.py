@@ -38,7 +38,7 @@ _PROMPT_ROUNDS = 3
 _PREFILLS = itertools.count()
 # Part of a step -> words in the names of its device kernels; the first part that fits.
 _DEVICE_PARTS = (
-    ("attention", ("attention", "reduce_splits", "fmha", "flash", "sdpa")),
+    ("attention", ("attention", "reduce_splits", "reduce_prompt_splits", "fmha", "flash", "sdpa")),
     ("gemm int4", ("w4a16", "skinny")),
     ("gemm int8", ("w8a16",)),
     ("gemm 16-bit", ("gemm", "gemv", "nvjet", "cutlass", "Cijk", "splitK", "matmul")),

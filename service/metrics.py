@@ -163,7 +163,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("gemm_bandwidth_ratio", "gauge",
            "Bytes per second of the path's latest sampled calls over the device's measured copy rate.", ("path",),
            _bandwidth),
-    Metric("graph_fallbacks_total", "counter", "Numbers of rows, of decode and of prefill, that run without a captured graph, by reason.",
+    Metric("graph_fallbacks_total", "counter", "Numbers of rows, of decode, prompts and both, that run without a captured graph, by reason.",
            ("reason",), _graph_fallbacks),
     Metric("kernel_selfcheck", "gauge", "1 if the GEMM path passed its self-check at start, 0 if not.", ("path",),
            _selfcheck),

@@ -441,8 +441,8 @@ def splits_for(target: Target, sequences: int, kv_heads: int, row_blocks: int) -
 
 
 def prompt_splits_for(target: Target, kv_heads: int, row_blocks: int) -> int:
-    """The same for a prompt's rows, of which one sequence is to fill the chip: the others of its launch need not be there.
-    fp32 parts of all rows take as many bytes whatever that is. RDNA has no registers left for it (tile_for)."""
+    """The same for prompts' rows, as if all were one sequence's: the others of its launch need not be there. fp32 parts of
+    all rows take as many bytes whatever that is. RDNA has no registers left for it (tile_for)."""
     if target.kind == "rocm":
         return 1
     programs = _PROMPT_PROGRAMS_PER_UNIT * target.compute_units
@@ -532,10 +532,14 @@ def launch_attention(
             # Some, however many sequences: without splits it would be another kernel, compiled while requests wait.
             least = _STREAM_SPLITS if streams else 1
             if most > 1:
-                least = max(2, min(_FEW_ROWS_SPLITS, splits_for(target, 1, kv_heads, row_blocks)))
+                # A pass of many such prompts fills the chip, and its parts are large.
+                wanted = _FEW_ROWS_SPLITS * FEW_ROWS // max(FEW_ROWS, len(q))
+                least = max(2, min(wanted, splits_for(target, 1, kv_heads, row_blocks)))
             parts = max(splits_for(target, sequences, kv_heads, row_blocks), least)
         else:
-            parts = prompt_splits_for(target, kv_heads, row_blocks)
+            parts = prompt_splits_for(
+                target, kv_heads, triton.cdiv(len(q) * heads // kv_heads, chosen.block_m)
+            )
         _launch(
             y,
             q,

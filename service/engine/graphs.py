@@ -76,7 +76,7 @@ class _DeviceGraph:
 
 
 class StepGraphs:
-    """Of one phase, "decode" or "prefill". fallbacks: reason -> buckets that run eagerly because of it."""
+    """Of one kind of pass: "decode", "prefill" or "mixed". fallbacks: reason -> buckets that run eagerly because of it."""
 
     def __init__(self, phase: str, capture: Capture) -> None:
         self._phase = phase

@@ -51,6 +51,9 @@ class FreshInputs:
         return Batch(tensor(ids), tensor(positions), spans, rows)
 
 
+# A longer pass of prompts takes the device longer than launching it takes Python, and the start longer: capturing is four
+# passes.
+CAPTURED_PROMPT_ROWS = 512
 # Sequences that the fixed prefill batch of many rows has room for: each costs a few empty programs, and a row of the head.
 _TOGETHER = 8
 # Streams beside prompts have room for a multiple of it: where theirs ends, what the kernels read begins at 16 bytes.
@@ -70,8 +73,7 @@ class StaticInputs:
         self.buckets = decode_buckets(limits.max_running)
         self.rungs = prefill_rungs(limits.prefill_tokens)
         self._decode = {b: StepBuffers(b, b, blocks, block_size, device) for b in self.buckets}
-        self._together = min(limits.max_running, _TOGETHER)
-        self._streams = -(-limits.max_running // _ROOM) * _ROOM
+        self._streams, self._together = _places(limits.max_running)
         self._logits = self._streams + self._together
         sequences = self._streams + limits.max_running
         self._prefill = StepBuffers(self.rungs[-1], sequences, blocks, block_size, device)
@@ -112,12 +114,8 @@ class StaticInputs:
         # One row is a tile of its own, too, which decode uses.
         longest = max(2, *(s.q_len for s in spans))
         plan = self._prefill.plan(rows, room + together, longest, room)
-        wanted = None if logit_rows is None else self._prefill.logit_rows(self._wanted(len(logit_rows)))
+        wanted = None if logit_rows is None else self._prefill.logit_rows(self.bucket(len(logit_rows)))
         return Batch(*self._prefill.tokens(rows), spans, wanted, plan)
-
-    def _wanted(self, count: int) -> int:
-        """Rows of logits where `count` are wanted: few numbers serve all."""
-        return self.bucket(count) if count <= self.buckets[-1] else self._prefill.sequences
 
     def _prompt_batch(self, rows: int, streams: int) -> Batch:
         plan = self._prefill.plan(rows, streams + self._together, rows, streams)
@@ -143,6 +141,18 @@ class StaticInputs:
 
     def is_fixed(self, kind: str, batch: Batch) -> bool:
         return self._fixed[kind].get(len(batch.token_ids)) is batch
+
+
+def _places(max_running: int) -> tuple[int, int]:
+    """Of streams and of prompts in a fixed batch."""
+    return -(-max_running // _ROOM) * _ROOM, min(max_running, _TOGETHER)
+
+
+def captured_logit_rows(max_running: int, prefill_tokens: int) -> int:
+    """Rows of logits that captured passes keep, at most."""
+    streams, together = _places(max_running)
+    prompts = sum(rows <= CAPTURED_PROMPT_ROWS for rows in prefill_rungs(prefill_tokens))
+    return sum(decode_buckets(max_running)) + prompts * (streams + 2 * together)
 
 
 def _decode_batch(buffers: StepBuffers) -> Batch:

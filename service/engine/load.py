@@ -33,7 +33,7 @@ from nybble.service.checkpoints import Checkpoint, open_checkpoint
 from nybble.service.checkpoints.prepacked import prepacked_layout
 from nybble.service.engine.engine import Engine
 from nybble.service.engine.graphs import Capture, DeviceCapture
-from nybble.service.engine.inputs import Limits
+from nybble.service.engine.inputs import Limits, captured_logit_rows
 from nybble.service.engine.protocol import EngineConfig, EngineInfo, KernelReport, MemoryReport, RouteReport
 from nybble.service.engine.runner import Runner
 from nybble.service.errors import CheckpointError, ConfigError
@@ -281,9 +281,12 @@ def _needs(
 ) -> MemoryNeeds:
     widest = max(2 * m.intermediate_size, (m.heads + 2 * m.kv_heads) * m.head_dim)
     rows = config.prefill_tokens * (2 * widest + 4 * m.hidden_size) * dtype.itemsize
+    logits = config.max_running * m.vocab_size * 4 * 4
     if target.kind != "cpu":
         rows *= 2  # captured passes and eager ones keep their memory apart
-    logits = config.max_running * m.vocab_size * 4 * 4
+        logits += (
+            captured_logit_rows(config.max_running, config.prefill_tokens) * m.vocab_size * dtype.itemsize
+        )
     mask = config.prefill_tokens * m.max_positions * dtype.itemsize
     return MemoryNeeds(
         weights_bytes=weights_bytes,

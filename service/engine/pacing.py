@@ -126,10 +126,11 @@ class PassTime:
 @dataclass(frozen=True, slots=True)
 class PassTimes:
     """Of captured passes by their rows, padding included, ascending: decode steps on few positions, and streams' and prompts'
-    rows together, as far as those are worth knowing."""
+    rows together, as far as those are worth knowing. rows: of the longest pass there is."""
 
     decode: Mapping[int, float]
     mixed: Mapping[int, PassTime]
+    rows: int
 
     def added(self, prompts: Sequence[Rows], streams: int) -> float:
         """Seconds that prompt rows add to a step of this many streams."""
@@ -154,7 +155,8 @@ class Budget:
     """The prompt rows of one step, for one prompt after the other.
 
     cost: seconds of prompts' rows. rows: at most; seconds: what they may take, None for any time; spare: seconds that rows
-    may add to the pass, which alone takes `mere`, in any case; in_blocks: whether chunks end where blocks do, if they can.
+    may add to the pass in any case, which takes mere(context) for hardly any; in_blocks: whether chunks end where blocks do,
+    if they can.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class Budget:
         rows: int,
         seconds: float | None = None,
         spare: float = 0.0,
-        mere: float = 0.0,
+        mere: Callable[[int], float] = lambda context: 0.0,
         in_blocks: bool = True,
     ) -> None:
         self._cost = cost
@@ -212,7 +214,7 @@ class Budget:
     def _fits(self, rows: Rows) -> bool:
         assert self._seconds is not None
         seconds = self._cost([*self._taken, *self._held, rows])
-        return seconds <= self._seconds or seconds - self._mere <= self._spare
+        return seconds <= self._seconds or seconds - self._mere(rows.context) <= self._spare
 
 
 class Pacer:
@@ -243,7 +245,7 @@ class Pacer:
         if not streams:
             return Budget(self.model.seconds, self.most, IDLE_CHUNK_S if self.model.measured else None)
         if self.most_busy:
-            return Budget(self.model.seconds, min(self.most, self.most_busy))
+            return Budget(self.model.seconds, min(self._room(streams), self.most_busy))
         usual = self.usual(streams)
         if usual is None:
             # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
@@ -254,10 +256,18 @@ class Pacer:
         if self._times is not None:
             # A stream's row more, and the last block of a pass would be another pass: its other rows would be padding.
             added = self._added(streams, usual)
-            return Budget(added, self.most, seconds, spare, added([Rows(1, 0)]), in_blocks=False)
+            most = self._room(streams)
+            return Budget(
+                added, most, seconds, spare, lambda context: added([Rows(1, context)]), in_blocks=False
+            )
         last = self._last_busy
         most = min(self.most, last + max(int(last * _GROWTH), _LEAST_GROWTH) if last else _FIRST_ROWS)
-        return Budget(self.model.seconds, most, seconds, spare, self.model.coefficients[0])
+        return Budget(self.model.seconds, most, seconds, spare, lambda context: self.model.coefficients[0])
+
+    def _room(self, streams: int) -> int:
+        """Most prompt rows: as many as fit into one pass with the streams', where any do."""
+        room = self.most if self._times is None else min(self.most, self._times.rows - streams)
+        return room if room > 0 else self.most
 
     def _added(self, streams: int, usual: float) -> Callable[[Sequence[Rows]], float]:
         """Prompts' rows -> seconds that they add to a step of this many streams, which usually takes `usual`."""

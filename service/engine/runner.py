@@ -13,7 +13,7 @@ from nybble.kernels.attention import Span
 from nybble.kernels.attention.paged import PagedAttention
 from nybble.kernels.linear import RECORDER
 from nybble.service.engine.graphs import Capture, StepGraphs
-from nybble.service.engine.inputs import FreshInputs, Limits, StaticInputs
+from nybble.service.engine.inputs import CAPTURED_PROMPT_ROWS, FreshInputs, Limits, StaticInputs
 from nybble.service.engine.pacing import LONGEST_STEP, PassTime, PassTimes
 from nybble.service.engine.protocol import Token
 from nybble.service.engine.sampler import Draft, draw, score, warm
@@ -25,8 +25,6 @@ _STEPS_PER_THREAD_COUNT = 8
 # Rows of a scored prompt whose logits exist at one time: a chunk's would be larger than the workspace.
 _SCORED_ROWS = 16
 _EAGER_SAMPLE_EVERY_S = 5.0
-# A longer pass takes the device longer than launching it takes Python, and the start longer: capturing is four passes.
-_CAPTURED_PROMPT_ROWS = 512
 # Of a fixed batch; fewer when they take longer than this together.
 _MEASURED_PASSES, _MEASURED_S = 5, 0.05
 
@@ -82,7 +80,7 @@ class Runner:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Reason -> numbers of rows, of decode and of prefill, that run eagerly because of it."""
+        """Reason -> numbers of rows, of decode, of prompts and of both, that run eagerly because of it."""
         return sum((graphs.fallbacks for graphs in self.graphs.values()), Counter())
 
     @torch.inference_mode()
@@ -169,7 +167,7 @@ class Runner:
             mixed[rows] = PassTime(seconds, max(0.0, more) / max(context, 1))
             if seconds > LONGEST_STEP * max(decode.values()):
                 break
-        self.times = PassTimes(decode, mixed)
+        self.times = PassTimes(decode, mixed, static.rungs[-1])
 
     def _prepare(self, static: StaticInputs, kind: str, rows: int) -> None:
         """Run a fixed batch once, and capture it where that is done."""
@@ -182,7 +180,7 @@ class Runner:
         def fill(problem: int) -> None:
             self._fill(static, kind, rows, problem)
 
-        if self.graphs and (kind == "decode" or rows <= _CAPTURED_PROMPT_ROWS):
+        if self.graphs and (kind == "decode" or rows <= CAPTURED_PROMPT_ROWS):
             self.graphs[kind].prepare(rows, forward, fill)
         else:
             fill(0)
@@ -217,16 +215,15 @@ class Runner:
 
     def _fill_prompt(self, static: StaticInputs, kind: str, rows: int, problem: int, context: int) -> None:
         """A prompt of up to `rows` tokens, beside a stream where it is "mixed", in blocks 0, 1, ... as far as there are any.
-        The `context` positions before it, a multiple of the block size, all lie in block 0: what is computed is of no use
-        then, but takes as long."""
+        The `context` positions before it, a multiple of the block size, lie in any blocks there are: what is computed is of
+        no use then, but takes as long."""
         size, streams = self._block_size, int(kind == "mixed")
         count = min(rows - streams, self._prompt_room(streams))
         own = range(-(-count // size))
+        behind = [i % self._limits.kv_blocks for i in range(context // size)]
         ids = [self._token(i + problem) for i in range(streams + count)]
         positions = [0] * streams + list(range(context, context + count))
-        spans = [Span(1, 1, [len(own)])] * streams + [
-            Span(count, context + count, [0] * (context // size) + [*own])
-        ]
+        spans = [Span(1, 1, [len(own)])] * streams + [Span(count, context + count, behind + [*own])]
         wanted = [*range(streams), streams + count - 1]
         static.batch(kind, ids, positions, spans, wanted, streams, rows)
 
@@ -311,8 +308,9 @@ class Runner:
             if chunk.completes:
                 last_rows.append(len(ids) - 1)
                 done.append(s)
-        # All rows where all are wanted, and where prompts are scored.
-        rows = None if len(last_rows) == len(ids) or scored else last_rows
+        # All rows where prompts are scored, and where all are wanted; fixed batches have their own.
+        all_rows = self._static is None and len(last_rows) == len(ids)
+        rows = None if scored or all_rows else last_rows
         RECORDER.phase = _phase(kind)
         started = perf_counter()
         batch = self._inputs.batch(kind, ids, positions, spans, rows, streams)

@@ -60,7 +60,7 @@ class Staircase(Device):
     @property
     def times(self):
         mixed = {rows: PassTime(ms / 1e3, self.PER_POSITION) for rows, ms in self.MIXED.items()}
-        return PassTimes({1: 2e-3, 8: 2.07e-3}, mixed)
+        return PassTimes({1: 2e-3, 8: 2.07e-3}, mixed, 512)
 
     def seconds(self, streams, contexts, chunks):
         if not (streams and chunks):
@@ -164,6 +164,27 @@ def test_captured_passes_are_filled_as_far_as_time_allows(off, rows):
     assert statistics.median(chunks[10:]) == rows
 
 
+@pytest.mark.parametrize("context", [0, 20_000, 100_000])
+def test_rows_that_cost_nothing_more_are_taken_however_long_the_pass_is(context):
+    """Behind many positions any pass takes longer than it may: then its padding is filled all the same."""
+    pacer = Pacer(512, 0, Staircase().times)
+    pacer.ratio = 1.4
+    for _ in range(10):
+        pacer.observe(2e-3, 1, [])
+    assert pacer.budget(1).take(4096, context, BLOCK) == 15
+
+
+def test_streams_and_prompts_fit_into_one_pass():
+    clock = Clock(Staircase(0.01), busy=512)
+    for streams, rows in ((1, 511), (8, 504), (600, 512)):
+        assert clock.pacer.budget(streams).take(4096, 0, 1) == rows, (
+            "no stream's row is worth reading the weights twice"
+        )
+    auto = Pacer(512, 0, Staircase().times)
+    auto.observe(1.0, 8, [])
+    assert auto.budget(8).take(4096, 0, BLOCK) == 504
+
+
 @pytest.mark.parametrize("device", ["staircase", "gpu-tiles"])
 def test_many_that_come_together_are_not_kept_waiting_for_the_first_ones_gaps(device):
     """With all of them a step takes three times as long: steps as long are right while they are on their way."""
@@ -171,7 +192,9 @@ def test_many_that_come_together_are_not_kept_waiting_for_the_first_ones_gaps(de
     d.more = d.decode / 15
     clock = Clock(d)
     if device == "staircase":
-        clock.pacer._times = PassTimes({n: d.decode + (n - 1) * d.more for n in (1, 8, 31)}, d.times.mixed)
+        clock.pacer._times = PassTimes(
+            {n: d.decode + (n - 1) * d.more for n in (1, 8, 31)}, d.times.mixed, 512
+        )
     else:  # as many have run before
         for _ in range(20):
             clock.pacer.observe(d.decode + 30 * d.more, 31, [])

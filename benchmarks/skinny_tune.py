@@ -2,6 +2,7 @@
 
     python benchmarks/skinny_tune.py [--m 1 4 8 16] [--layers gate_up down qkv o] [--type bf16] [--write FILE]
     python benchmarks/skinny_tune.py --dependent --engine BlockTile --ms 16 32 64
+    python benchmarks/skinny_tune.py --dependent --engine WarpgroupTile --ms 16 32 64
 
 Every plan's result is compared with the float32 reference; a wrong one is marked. The plan that `plan_for` takes is
 marked with a star.
@@ -29,15 +30,21 @@ COLD_BYTES = 400 << 20
 SWEPT = {
     "MmaTile": {"rows": [16, 32, 48, 64, 96], "waves": [2, 4, 8, 16], "step": [4, 8], "stages": [2, 3, 4]},
     "BlockTile": {"rows": [64, 96, 128, 192, 256], "waves": [2, 4, 8], "step": [4, 8], "stages": [2, 3, 4]},
+    "WarpgroupTile": {
+        **{"rows": [64, 128, 192, 256], "waves": [4, 8, 12, 16]},
+        **{"step": [4, 8], "stages": [3, 4, 5, 6]},
+    },
 }
 
-
-RESIDENT_WAVES = 12  # of a multiprocessor: what the registers of a wave with many sums leave room for
+RESIDENT_WAVES = {
+    "BlockTile": 12,
+    "WarpgroupTile": 16,
+}  # of a multiprocessor: what the registers of a wave with many sums leave room for
 FILLED = 0.7  # of the places for blocks: a grid that leaves more of them empty is not tried
 
 
 def plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target) -> list[skinny.Plan]:
-    if args.engine == "BlockTile":
+    if args.engine != "MmaTile":
         return block_plans(m, n, k, args, target)
     bucket = 1 << (m - 1).bit_length()
     found = [
@@ -49,24 +56,32 @@ def plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target) -> l
 
 def block_plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target) -> list[skinny.Plan]:
     """Those whose sums fit into registers, whose blocks fit a multiprocessor, and whose grid fills the chip."""
-    bucket, found = -(-m // 16) * 16 if m > 8 else 8, []
+    engine, found = args.engine, []
+    bucket = skinny.power_of_two(m) if engine == "WarpgroupTile" else -(-m // 16) * 16
+    bucket = max(8, bucket)
     for rows, waves, step, stages, teams in itertools.product(
         args.rows, args.waves, args.step, args.stages, args.teams
     ):
         tiles, rest = divmod(rows * teams, 16 * waves)
         if rest or waves % teams or step % (2 * teams) or step * 32 < args.group:
             continue
-        if not 1 <= tiles <= 3 or tiles * bucket // 8 > 24 or (bucket >= 48 and tiles == 1):
+        if engine == "WarpgroupTile" and (waves // teams % 4 or waves % step or step // teams % 2):
+            continue
+        if (
+            not 1 <= tiles <= 3
+            or tiles * bucket // 8 > 24
+            or (engine == "BlockTile" and bucket >= 48 and tiles == 1)
+        ):
             continue
         for resident in (1, 2, 3):
             places = resident * target.compute_units
             blocks = -(-n // rows)
             splits = max(1, places // blocks)
             turns = -(-blocks * splits // places)
-            plan = skinny.Plan("BlockTile", bucket, rows, waves, step, stages, splits, teams)
+            plan = skinny.Plan(engine, bucket, rows, waves, step, stages, splits, teams)
             shared = plan.shared_bytes(k, args.group, 2, args.asymmetric)
             if (
-                resident * waves <= max(RESIDENT_WAVES, waves)
+                resident * waves <= max(RESIDENT_WAVES[engine], waves)
                 and shared <= target.lds_bytes
                 and resident * (shared + 1024) <= target.lds_bytes + 1024
                 and blocks * splits >= FILLED * turns * places
@@ -81,7 +96,7 @@ def block_plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--m", "--ms", type=int, nargs="*", default=[1, 4, 8, 16])
-    parser.add_argument("--engine", choices=("MmaTile", "BlockTile"), default="MmaTile")
+    parser.add_argument("--engine", choices=tuple(SWEPT), default="MmaTile")
     parser.add_argument("--layers", nargs="*", default=list(QWEN3_8B))
     parser.add_argument("--type", default="bf16")
     parser.add_argument("--group", type=int, default=128)

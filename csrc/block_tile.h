@@ -1,12 +1,14 @@
-// Many rows of x on CUDA: the same instructions as MmaTile, but the waves of a block share x.
+// Many rows of x on CUDA: the waves of a block share x. BlockTile has the instructions of MmaTile; WarpgroupTile, on sm_90,
+// those of four waves at a time, which read x from shared memory by themselves and run on beside everything else.
 //
 // x outweighs the weights here, so it is fetched once for all rows of w of a block. A ring of STAGES stages in shared memory
 // belongs to the whole block; a step has one barrier:
 //
-//   wait for the oldest copies -> barrier -> begin the copies of the step STAGES - 1 on -> multiply
+//   wait for the oldest copies -> barrier -> begin the copies of the step AHEAD on -> multiply
 //
 // The barrier says both that every thread's copies have come and that all are done with the step before, whose stage the new
-// ones overwrite. Waves own rows, and TEAMS of them share those rows and cut the granules of a step among themselves:
+// ones overwrite; of WarpgroupTile, whose last multiplications of a step still run then, with the step before that one. Waves
+// own rows, and TEAMS of them share those rows and cut the granules of a step among themselves:
 //
 //            one step of K ->
 //     rows   | wave 0 | wave 4 |      ROWS = 4 x WAVE_ROWS, 8 waves, 2 teams (plans have 2 or 4)
@@ -15,10 +17,11 @@
 //            | wave 3 | wave 7 |      sums [team][m][row] in shared memory -> one number, as for slices elsewhere
 //
 // Weights become q - z, exactly. Sums of a group are fp32 and the scale comes after them; SCALED, where two sets of sums would
-// not fit into the registers, the weight takes its scale before, rounded to 16 bits as in a dense copy.
+// not fit into the registers or a warpgroup would have to wait for them, the weight takes its scale before, rounded to 16 bits
+// as in a dense copy.
 #pragma once
 
-#include "staged_tile.h"
+#include "warpgroup.h"
 
 #if !NYBBLE_AMD && defined(NYBBLE_TEAMS)
 
@@ -29,7 +32,7 @@ constexpr bool SAME = false;
 template <class A>
 constexpr bool SAME<A, A> = true;
 
-template <class Type, class Scale, int GROUP, bool ZEROS, int M, int ROWS, int WAVES>
+template <class Type, class Scale, int GROUP, bool ZEROS, int M, int ROWS, int WAVES, bool WARPGROUPS = false>
 struct BlockTile {
   using Staged = StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS>;
   static constexpr int STEP = Staged::STEP, STAGES = Staged::STAGES, TEAMS = NYBBLE_TEAMS;
@@ -41,10 +44,23 @@ struct BlockTile {
   static constexpr int SHARE = STEP / TEAMS;                         // granules of a step that a wave takes
   static constexpr int RUN = PER_GROUP < SHARE ? PER_GROUP : SHARE;  // of them in one group
   static constexpr int PAIR_GROUPS = PER_GROUP == 1 ? 2 : 1;         // groups of two granules
-  static constexpr bool SCALED = X_TILES > 4 && SAME<Type, Scale>;
-  static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;  // and side_bytes()
-  static constexpr int PITCH = ROWS + 4;                             // of sums: lanes meet in no bank
+  static constexpr bool SCALED = (WARPGROUPS || X_TILES > 4) && SAME<Type, Scale>;
+  static constexpr int AHEAD = WARPGROUPS ? STAGES - 2 : STAGES - 1;  // steps whose copies are on their way
+  static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;   // and side_bytes()
+  static constexpr int PITCH = ROWS + 4;                              // of sums: lanes meet in no bank
   static_assert(M % 8 == 0 && ROWS % (16 * ROW_WAVES) == 0 && WAVES % TEAMS == 0 && STEP % (2 * TEAMS) == 0);
+  static_assert(!WARPGROUPS || (ROW_WAVES % 4 == 0 && AHEAD > 0 && Staged::STAGE_BYTES % SWIZZLED_BYTES == 0));
+
+  // First of the 16 rows of a tile of this wave's. Tiles of a warpgroup have 64.
+  static NYBBLE_METHOD int tile_row(int tile) {
+    const int wave = wave_index() % ROW_WAVES;
+    if constexpr (WARPGROUPS) return wave / 4 * (4 * WAVE_ROWS) + 64 * tile + wave % 4 * 16;
+    return wave * WAVE_ROWS + 16 * tile;
+  }
+  static NYBBLE_METHOD u32 x_place(int m, int chunk) {
+    if constexpr (WARPGROUPS) return chunk / 8 * (M * 128) + m * 128 + (chunk % 8 ^ m % 8) * 16;
+    return Staged::x_place(m, chunk);
+  }
 
   float total[TILES][X_TILES][4];
 
@@ -84,24 +100,26 @@ struct BlockTile {
     };
     // x: chunks of 8 k, one a thread. Rows that the call has not are zeros: all blocks would ask for its last at once.
     constexpr int CHUNKS = STEP * 4, X_COPIED = THREADS / CHUNKS, X_COPIES = (M + X_COPIED - 1) / X_COPIED;
-    static_assert(X_COPIED % 2 == 0);
+    static_assert(X_COPIED % (WARPGROUPS ? 8 : 2) == 0);  // so here too
+    constexpr int X_PITCH = WARPGROUPS ? 128 : Staged::X_ROW_BYTES;
     const int copied_chunk = thread_index() % CHUNKS, copied_m = thread_index() / CHUNKS;
-    const u8* const x_base = p.x + u64(slice.first) * Staged::X_ROW_BYTES + copied_chunk * 16;
-    const u32 x_to = Staged::W_BYTES + Staged::x_place(copied_m, copied_chunk);
+    const u8* const x_base =
+        kept(p.x + copied_m * u64(u32(p.x_stride)) + u64(slice.first) * Staged::X_ROW_BYTES + copied_chunk * 16);
+    const u32 x_to = Staged::W_BYTES + x_place(copied_m, copied_chunk);
     const auto fetch_x = [&](int step, u32 stage) {
       const bool present = (slice.first + step) * (STEP * GRANULE) + copied_chunk * 8 < p.k;
-      const u8* const from = present ? x_base + step * Staged::X_ROW_BYTES : p.x;
+      const u8* const from = x_base + step * Staged::X_ROW_BYTES;
       NYBBLE_UNROLL
       for (int i = 0; i < X_COPIES; i++) {
-        const int m = i * X_COPIED + copied_m;
-        if (M % X_COPIED && m >= M) continue;
-        copy(stage + x_to + i * (X_COPIED * Staged::X_ROW_BYTES), from + smaller(m, p.m - 1) * u32(p.x_stride),
-             present && m < p.m);
+        if (M % X_COPIED && i * X_COPIED + copied_m >= M) continue;
+        // Of what is not there no address is looked at.
+        copy(stage + x_to + i * (X_COPIED * X_PITCH), from + u64(i * X_COPIED * u32(p.x_stride)),
+             present && copied_m < p.m - i * X_COPIED);
       }
     };
 
     NYBBLE_UNROLL
-    for (int step = 0; step < STAGES - 1; step++) {
+    for (int step = 0; step < AHEAD; step++) {
       if (step < steps) fetch_w(step, ring + step * Staged::STAGE_BYTES);
     }
     const int first_group = slice.first * GROUPS;
@@ -110,13 +128,13 @@ struct BlockTile {
     if (ZEROS) fetch_zeros(p, row0, first_group, groups, zeros);
     wait_for_last_launch();
     NYBBLE_UNROLL
-    for (int step = 0; step < STAGES - 1; step++) {
+    for (int step = 0; step < AHEAD; step++) {
       if (step < steps) fetch_x(step, ring + step * Staged::STAGE_BYTES);
       end_copies();
     }
     if (groups < steps * GROUPS) {
       // The last step ends past K: there x is 0, and scales and zero points have to be numbers too.
-      wait_for_copies<STAGES - 2>();
+      wait_for_copies<AHEAD - 1>();
       block_barrier();
       for (int row = thread_index(); row < ROWS; row += THREADS) {
         for (int group = groups; group < steps * GROUPS; group++) {
@@ -126,26 +144,35 @@ struct BlockTile {
       }
     }
 
-    u32 stage = ring, last_stage = ring + (STAGES - 1) * Staged::STAGE_BYTES;
-    for (int step = 0; step < steps; step++) {
-      wait_for_copies<STAGES - 2>();
+    u32 stage = ring, next_stage = ring + AHEAD * Staged::STAGE_BYTES;
+    if (steps == 0) return;
+    const Lane lane;
+    int step = 0;
+    do {
+      wait_for_copies<AHEAD - 1>();
+      if (WARPGROUPS) show_to_warpgroups();
       block_barrier();
-      if (step + STAGES - 1 < steps) {
-        fetch_w(step + STAGES - 1, last_stage);
-        fetch_x(step + STAGES - 1, last_stage);
+      if (step + AHEAD < steps) {
+        fetch_w(step + AHEAD, next_stage);
+        fetch_x(step + AHEAD, next_stage);
       }
       end_copies();
-      multiply_step(stage, step, scales, zeros, u32(p.splits) >> 31);
-      last_stage = stage;
+      if constexpr (WARPGROUPS) {
+        multiply_step(lane, stage, step, scales, zeros, u32(p.splits) >> 31);
+      } else {
+        multiply_step(stage, step, scales, zeros, u32(p.splits) >> 31);
+      }
+      next_stage = Staged::next_stage(next_stage, ring);
       stage = Staged::next_stage(stage, ring);
-    }
+    } while (++step < steps);
+    if constexpr (WARPGROUPS) wait_for_multiplications<0>();
     wait_for_copies<0>();
   }
 
   // This wave's share of a step. none: 0, but not a constant, as far as the compiler can tell.
   NYBBLE_METHOD void multiply_step(u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
     const int lane = lane_index(), g = lane / 4, t = lane % 4;
-    const int wave = wave_index(), wave_row0 = wave % ROW_WAVES * WAVE_ROWS, granule0 = wave / ROW_WAVES * SHARE;
+    const int granule0 = wave_index() / ROW_WAVES * SHARE;
     float sum[TILES][X_TILES][4];
     Side side[TILES][2];
     NYBBLE_UNROLL
@@ -153,12 +180,15 @@ struct BlockTile {
       Quad w[TILES];  // matrices: rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1
       NYBBLE_UNROLL
       for (int tile = 0; tile < TILES; tile++) {
-        w[tile] = load_matrices(stage + Staged::w_place(wave_row0 + 16 * tile + lane % 16, granule0 + j + lane / 16));
+        w[tile] = load_matrices(stage + Staged::w_place(tile_row(tile) + lane % 16, granule0 + j + lane / 16));
       }
       NYBBLE_UNROLL
       for (int h = 0; h < 2 * TILES; h++) {
         if (j % RUN == 0 || PER_GROUP == 1) {
-          side[h / 2][h % 2] = Side(scales, zeros, wave_row0 + 8 * h, step, u32(granule0 + j) / PER_GROUP);
+          const int row0 = tile_row(h / 2) + h % 2 * 8;
+          const u32 group = u32(granule0 + j) / PER_GROUP;
+          side[h / 2][h % 2] = Side(scales + Staged::scale_place(row0 + g, step, group),
+                                    zeros + Staged::zero_place(row0 / 8, step, group));
         }
       }
       NYBBLE_UNROLL
@@ -175,7 +205,7 @@ struct BlockTile {
         float (&into)[TILES][X_TILES][4] = SCALED ? total : sum;
         NYBBLE_UNROLL
         for (int c = 0; c < X_TILES; c++) {
-          const Quad x = load_chunk(stage + Staged::W_BYTES + Staged::x_place(8 * c + g, 4 * (granule0 + j + i) + t));
+          const Quad x = load_chunk(stage + Staged::W_BYTES + x_place(8 * c + g, 4 * (granule0 + j + i) + t));
           NYBBLE_UNROLL
           for (int tile = 0; tile < TILES; tile++) {
             float (&s)[4] = into[tile][c];
@@ -194,28 +224,91 @@ struct BlockTile {
     }
   }
 
+  // What a lane's addresses begin with: row g of its wave's first tile, the wave's first granule of a step.
+  struct Lane {
+    int t;
+    u32 w, x;  // in a stage
+    int row, group;
+
+    NYBBLE_METHOD Lane() {
+      const int g = lane_index() / 4, granule0 = TEAMS == 1 ? 0 : wave_index() / ROW_WAVES * SHARE;
+      t = lane_index() % 4, row = tile_row(0) + g, group = granule0 / PER_GROUP;
+      w = Staged::w_place(row, granule0);
+      x = Staged::W_BYTES + granule0 / 2 * (M * 128);
+    }
+  };
+
+  // The same with four waves at a time. Their instruction reads x in the order of k, so a lane has pair t of all four words
+  // of a granule. A granule's weights are made while those of the last one are multiplied.
+  NYBBLE_METHOD void multiply_step(const Lane& lane, u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
+    const u64 x = swizzled(stage + lane.x);
+    scales += Staged::scale_place(lane.row, step, lane.group);
+    zeros += Staged::zero_place(lane.row / 8, step, lane.group);
+    float sum[TILES][X_TILES][4];
+    float (&into)[TILES][X_TILES][4] = SCALED ? total : sum;
+    Side side[TILES][2];
+    NYBBLE_UNROLL
+    for (int j = 0; j < SHARE; j++) {
+      const u32 w_at = stage + lane.w ^ j * GRANULE_BYTES;
+      Pair pair[TILES][2][4];  // of 16 k: words 0 and 1, rows g and g + 8 of each, then words 2 and 3
+      NYBBLE_UNROLL
+      for (int h = 0; h < 2 * TILES; h++) {
+        const int tile = h / 2, rows = 64 * tile + h % 2 * 8;  // from the first
+        const Quad w = load_chunk(w_at + rows * (STEP * GRANULE_BYTES));
+        if (j % 2 == 0 && j % RUN == 0) {
+          const int group = j / PER_GROUP;
+          side[tile][h % 2] =
+              Side(scales + rows * Staged::SCALE_UNIT + group * SCALE_BYTES, zeros + (rows / 8 * GROUPS + group) * 4);
+        }
+        const Side& of_rows = side[tile][h % 2];
+        NYBBLE_UNROLL
+        for (int v = 0; v < 4; v++) {
+          Pair& weights = pair[tile][v / 2][v % 2 * 2 + h % 2];
+          weights = Type::subtract((w.word[v] >> (4 * lane.t) & (LOW_NIBBLES + none)) | Type::MAGIC,
+                                   of_rows.zero(j % 2).plain);
+          if constexpr (SCALED) weights = Type::times(weights, of_rows.twice(j % 2));
+        }
+      }
+      begin_multiplications();
+      NYBBLE_UNROLL
+      for (int i = 0; i < 2 * TILES; i++) {
+        multiply_in_warpgroup(Type{}, into[i % TILES], pair[i % TILES][i / TILES],
+                              x + (j / 2 * (M * 128) + j % 2 * 64 + i / TILES * 32) / 16,
+                              SCALED || j % RUN || i / TILES);
+      }
+      end_multiplications();
+      wait_for_multiplications<1>();
+      if (SCALED || j % RUN != RUN - 1) continue;
+      wait_for_multiplications<0>();
+      NYBBLE_UNROLL
+      for (int v = 0; v < TILES * X_TILES * 4; v++) {
+        const int tile = v / (X_TILES * 4), c = v / 4 % X_TILES;
+        float& so_far = total[tile][c][v % 4];
+        so_far = fmaf(side[tile][v % 4 / 2].scale(j % 2), sum[tile][c][v % 4], so_far);
+      }
+    }
+  }
+
   // Of a row, scales and zero points of two granules.
   struct Side {
     u32 scales[PAIR_GROUPS * SCALE_BYTES > 4 ? 2 : 1];
     u32 zeros[PAIR_GROUPS];
 
     NYBBLE_METHOD Side() {}
-    // row0: of eight, of which a lane has row g
-    NYBBLE_METHOD Side(const u8* all_scales, const u8* all_zeros, int row0, u32 step, u32 group) {
-      const int g = lane_index() / 4;
-      const u32 at = Staged::scale_place(row0 + g, step, group);
+    // of_scales: this lane's row's; of_zeros: those of its eight rows
+    NYBBLE_METHOD Side(const u8* of_scales, const u8* of_zeros) {
       if constexpr (PAIR_GROUPS * SCALE_BYTES == 2) {
-        scales[0] = load<u16>(all_scales, at);
+        scales[0] = load<u16>(of_scales, 0);
       } else if constexpr (PAIR_GROUPS * SCALE_BYTES == 4) {
-        scales[0] = load<u32>(all_scales, at);
+        scales[0] = load<u32>(of_scales, 0);
       } else {
-        const u64 both = load<u64>(all_scales, at);
+        const u64 both = load<u64>(of_scales, 0);
         scales[0] = u32(both), scales[1] = u32(both >> 32);
       }
       NYBBLE_UNROLL
       for (int i = 0; i < PAIR_GROUPS; i++) {
-        const u32 word = ZEROS ? load<u32>(all_zeros, Staged::zero_place(row0 / 8, step, group + i)) : 0;
-        zeros[i] = Staged::in_place(word, g);
+        const u32 word = ZEROS ? load<u32>(of_zeros, i * 4) : 0;
+        zeros[i] = Staged::in_place(word, lane_index() / 4);
       }
     }
     NYBBLE_METHOD float scale(int i) const { return Scale::wide_of(scales, i % PAIR_GROUPS); }
@@ -270,14 +363,17 @@ struct BlockTile {
   // sums [TEAMS][M][PITCH]: lane (g, t) holds rows g and g + 8 of w for rows 2t and 2t + 1 of x.
   NYBBLE_METHOD void deposit(float* sums) const {
     const int g = lane_index() / 4, t = lane_index() % 4, wave = wave_index();
-    float* const mine = sums + wave / ROW_WAVES * (M * PITCH) + wave % ROW_WAVES * WAVE_ROWS + g;
+    float* const mine = sums + wave / ROW_WAVES * (M * PITCH) + g;
     NYBBLE_UNROLL
     for (int i = 0; i < TILES * X_TILES * 4; i++) {
       const int tile = i / (X_TILES * 4), c = i / 4 % X_TILES, v = i % 4;
-      mine[(8 * c + 2 * t + v % 2) * PITCH + 16 * tile + v / 2 * 8] = total[tile][c][v];
+      mine[(8 * c + 2 * t + v % 2) * PITCH + tile_row(tile) + v / 2 * 8] = total[tile][c][v];
     }
   }
 };
+
+template <class Type, class Scale, int GROUP, bool ZEROS, int M, int ROWS, int WAVES>
+using WarpgroupTile = BlockTile<Type, Scale, GROUP, ZEROS, M, ROWS, WAVES, true>;
 
 // Four rows of w in a row, of one row of x.
 struct alignas(16) Four {

@@ -1,12 +1,12 @@
 // The translation unit: one specialisation, chosen by macros, behind one C name. See kernels/linear/skinny.py.
 //
-//   NYBBLE_ENGINE   DotRows, WmmaTile, MmaTile or BlockTile
+//   NYBBLE_ENGINE   DotRows, WmmaTile, MmaTile, BlockTile or WarpgroupTile
 //   NYBBLE_TYPE     Half or BFloat: x, bias and y        NYBBLE_SCALE  Half, BFloat or Float: scales
 //   NYBBLE_GROUP    32, 64 or 128                        NYBBLE_ZEROS  0 or 1: zero points stored
 //   NYBBLE_M        most rows of x                       NYBBLE_ROWS   rows of w of a block
 //   NYBBLE_WAVES    waves of a block, which share K      NYBBLE_STEP    granules that a wave takes at a time
-//   NYBBLE_STAGES   of the ring of MmaTile, BlockTile    NYBBLE_GATE   NO_GATE, or SILU or GELU_TANH: see store()
-//   NYBBLE_TEAMS    of BlockTile alone: waves that share their rows
+//   NYBBLE_STAGES   of the ring of CUDA's engines        NYBBLE_GATE   NO_GATE, or SILU or GELU_TANH: see store()
+//   NYBBLE_TEAMS    of BlockTile and WarpgroupTile: waves that share their rows
 #include "block_tile.h"
 #include "dot_rows.h"
 #include "mma_tile.h"

@@ -20,14 +20,15 @@
 //     rows   | wave 0 | wave 1 | ... | wave W-1 |  split 0  -> sums [wave][m][row] in shared memory -> one number
 //            | wave 0 | wave 1 | ... | wave W-1 |  split 1  -> likewise -> partial [split][m][n] -> the last block adds
 //
-// BlockTile's waves cut the rows instead. x is read once by each block and never kept whole, so K and K * M have no limit.
+// Waves of BlockTile and WarpgroupTile cut the rows instead. x is read once by each block and never kept whole, so K and K * M have no limit.
 // Sums are fp32, and every sum has one order: the same call gives the same bits.
 //
-// A slice is added up by one of four engines, with the same face:
-//   DotRows    lanes side by side along K, v_dot2: one or two rows of x                                   dot_rows.h
-//   WmmaTile   16x16x16 matrix instructions of RDNA 3 and 4                                              wmma_tile.h
-//   MmaTile    16x8x16 matrix instructions of CUDA, weights staged through shared memory                 mma_tile.h
-//   BlockTile  the same instructions for 17 to 64 rows: waves share x, and cut the rows instead of K    block_tile.h
+// A slice is added up by one of five engines, with the same face:
+//   DotRows        lanes side by side along K, v_dot2: one or two rows of x                                   dot_rows.h
+//   WmmaTile       16x16x16 matrix instructions of RDNA 3 and 4                                              wmma_tile.h
+//   MmaTile        16x8x16 matrix instructions of CUDA, weights staged through shared memory                 mma_tile.h
+//   BlockTile      the same instructions for 17 to 64 rows: waves share x, and cut the rows instead of K    block_tile.h
+//   WarpgroupTile  that with sm_90's instructions of four waves (warpgroup.h)                               block_tile.h
 #pragma once
 
 #include "platform.h"
@@ -45,7 +46,7 @@ struct Problem {
   const u8* zeros;   // [n/8, k/G] words of 4 bytes, rows z_stride bytes apart, or null
   const u16* bias;   // [n] or null
   u16* y;            // [m, n], or [m, n/2] with a gate
-  float* partial;    // [splits, m, n] where splits > 1; of BlockTile see there
+  float* partial;    // [splits, m, n] where splits > 1; of block_tile.h see there
   u32* counters;     // [blocks of rows], 0 between calls
   int m, n, k;
   int x_stride, w_stride, s_stride, z_stride;

@@ -1,4 +1,4 @@
-// What both engines of CUDA are made of: its instructions for copies to shared memory and for matrices, and the places of
+// What CUDA's engines are made of: its instructions for copies to shared memory and for matrices, and the places of
 // things there.
 #pragma once
 

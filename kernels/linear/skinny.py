@@ -37,10 +37,7 @@ _RESERVED_BYTES = 1024  # of a multiprocessor's shared memory that CUDA keeps fo
 # Splits are for problems too small to fill the chip: this holds the partial sums of any of them.
 _PARTIAL_BYTES, _COUNTERS = 16 << 20, 4096
 _LONG_K = 8192  # from here on a row of w is worth all waves of a block
-_WIDE_BLOCKS, _WIDE_LEAST_K = (
-    3,
-    1024,
-)  # of BlockTile: blocks for each multiprocessor, and K of a part at least
+_WIDE_BLOCKS, _WIDE_LEAST_K = 3, 1024  # of BlockTile: blocks for each multiprocessor, K of a part
 
 # --------------------------------------------------------------------------------------------------------------- plan
 
@@ -49,13 +46,13 @@ _WIDE_BLOCKS, _WIDE_LEAST_K = (
 class Plan:
     """How one problem is cut up.
 
-    engine  "DotRows", "WmmaTile", "MmaTile" or "BlockTile" (csrc)
+    engine  "DotRows", "WmmaTile", "MmaTile", "BlockTile" or "WarpgroupTile" (csrc)
     m       rows of x that the code is made for, at least the call's
-    rows    of w that a block owns; the block's `waves` share K, of BlockTile the rows
+    rows    of w that a block owns; the block's `waves` share K, of BlockTile and WarpgroupTile the rows
     step    granules of 32 k that a wave takes at a time
-    stages  of the ring of MmaTile and BlockTile; 1 for the others, which have none
+    stages  of the ring in shared memory; 1 for DotRows and WmmaTile, which have none
     splits  blocks that share those rows and cut K once more
-    teams   of BlockTile: waves that share their rows and cut each step; 0 for the others
+    teams   of BlockTile and WarpgroupTile: waves that share their rows and cut each step; 0 for the others
     """
 
     engine: str
@@ -211,6 +208,41 @@ def _cuda_plan(
 
 
 _WIDE_ROWS = (96, 64)
+_WARPGROUP_CHIP = "sm_90"  # no later one has its instructions
+_MOST_PARTS = 16
+
+
+def _warpgroup_plans(bucket: int) -> list[Plan]:
+    """Rows of w of a block, and stages."""
+    blocks = ((64, 4), (128, 3), (192, 3))
+    return [Plan("WarpgroupTile", bucket, r, 8, step=8, stages=s, teams=2) for r, s in blocks]
+
+
+def _warpgroup_plan(
+    target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
+) -> Plan | None:
+    """Rows and parts of K of the least time, by a fit to those measured on an H200 (benchmarks/results/skinny_h200.md)."""
+    units = target.compute_units
+
+    def used(plan: Plan) -> int:
+        return plan.shared_bytes(k, group_size, scale_bytes, zeros) + _RESERVED_BYTES
+
+    def estimate_us(plan: Plan) -> float:
+        """The rows of x cost as much as 24 more of w; adding up the parts, which the last block to come does alone, by their
+        size. Where a multiprocessor has room for two blocks, some get two, however few there are."""
+        at_once = 2 if 2 * used(plan) <= target.lds_bytes + _RESERVED_BYTES else 1
+        turns = -(-plan.blocks(n) * plan.splits // (at_once * units))
+        adding = 1.2 + 0.0045 * plan.rows * plan.splits if plan.splits > 1 else 0
+        return turns * (1 + 31e-6 * at_once * (plan.rows + 24) * k / plan.splits) + adding
+
+    choice = [
+        parts
+        for plan in _warpgroup_plans(bucket)
+        for splits in range(1, max(1, min(_MOST_PARTS, plan.steps(k) // 2)) + 1)
+        if used(parts := replace(plan, splits=splits)) <= target.lds_bytes + _RESERVED_BYTES
+        and parts.partial_bytes(bucket, n) <= _PARTIAL_BYTES
+    ]
+    return min(choice, key=estimate_us, default=None)
 
 
 def _wide_plans(bucket: int, rows: Sequence[int] = _WIDE_ROWS) -> list[Plan]:
@@ -225,6 +257,10 @@ def _wide_plan(
     target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
 ) -> Plan:
     """The first that the chip has shared memory for, in as many parts of K as fill it. Measured likewise, M 32 and 64."""
+    if target.arch == _WARPGROUP_CHIP:
+        plan = _warpgroup_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
+        if plan is not None:
+            return plan
     units = target.compute_units
 
     def fits(plan: Plan) -> bool:
@@ -297,7 +333,9 @@ def programs_for(
     scale_dtypes = tuple(scale_dtypes or {dtype, torch.float16})
     buckets = [m for m in _BUCKETS if m <= max_m(chip)]
     if shapes is None:
-        wide = (plan for m in buckets if m > _TILE_M for plan in _wide_plans(m))
+        wide = [plan for m in buckets if m > _TILE_M for plan in _wide_plans(m)]
+        if chip.arch == _WARPGROUP_CHIP:
+            wide += [plan for m in buckets if m > _TILE_M for plan in _warpgroup_plans(m)]
         plans |= dict.fromkeys(product(wide, scale_dtypes))
         buckets = [m for m in buckets if m <= _TILE_M]
         shapes = [(rows * chip.compute_units, k) for rows, k in product(_ROWS_PER_UNIT, _EVERY_K)]

@@ -50,6 +50,12 @@ def wide(
     return skinny.Plan("BlockTile", m, rows, waves, step, stages, splits, teams)
 
 
+def warpgroups(
+    m: int, rows: int = 64, waves: int = 4, splits: int = 1, step: int = 4, stages: int = 3, teams: int = 1
+) -> skinny.Plan:
+    return skinny.Plan("WarpgroupTile", m, rows, waves, step, stages, splits, teams)
+
+
 def bits(t: torch.Tensor) -> np.ndarray:
     """All bytes between a tensor's first and last, those between its rows too."""
     flat = t.as_strided(((t.shape[0] - 1) * t.stride(0) + t.shape[1],), (1,)) if t.dim() == 2 else t
@@ -219,6 +225,30 @@ def test_teams_and_parts_of_k(one, m, g, nvrtc):
     agrees(nvrtc, one, 71 if g == 128 else 72, 1024 * one.splits + 128, g, g == 128, torch.bfloat16, m=m)
 
 
+@DTYPES
+@FORMATS
+@GROUPS
+@pytest.mark.parametrize("m, bucket", [(5, 8), (64, 64)])
+def test_warpgroups_match_the_reference(m, bucket, g, symmetric, dtype, nvrtc):
+    """Two blocks of which the second is not full, a last step past K, more steps than stages."""
+    agrees(nvrtc, warpgroups(bucket), 72, 5 * 128 + max(g, 64), g, symmetric, dtype, m=m)
+
+
+@pytest.mark.parametrize("g", [32, 128])
+@pytest.mark.parametrize(
+    "one, m",
+    [
+        (warpgroups(16, rows=128, stages=4), 16),
+        (warpgroups(32, rows=192, waves=8, step=8, teams=2), 17),
+        (warpgroups(64, rows=128, waves=8, splits=2, step=8), 40),
+        (warpgroups(64, waves=8, splits=3, step=8, teams=2, stages=4), 33),
+    ],
+    ids=str,
+)
+def test_tiles_and_teams_of_warpgroups(one, m, g, nvrtc):
+    agrees(nvrtc, one, 71 if g == 128 else 72, 1024 * one.splits + 128, g, g == 128, torch.bfloat16, m=m)
+
+
 @pytest.mark.parametrize("m", [32, 64])
 @pytest.mark.parametrize(
     "scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"]
@@ -313,14 +343,14 @@ PLANTED = {
 PLANTED_WIDE = {
     "no barrier in a step": (
         "block_tile.h",
-        "      wait_for_copies<STAGES - 2>();\n      block_barrier();\n      if (step + STAGES - 1 < steps)",
-        "      wait_for_copies<STAGES - 2>();\n      if (step + STAGES - 1 < steps)",
+        "show_to_warpgroups();\n      block_barrier();",
+        "show_to_warpgroups();",
         "before the copy to it was waited for|another wave (wrote|used), with no barrier between",
     ),
     "copies that are not waited for": (
         "block_tile.h",
-        "      wait_for_copies<STAGES - 2>();\n      block_barrier();\n      if (step + STAGES - 1 < steps)",
-        "      block_barrier();\n      if (step + STAGES - 1 < steps)",
+        "      wait_for_copies<AHEAD - 1>();\n      if (WARPGROUPS)",
+        "      if (WARPGROUPS)",
         "before the copy to it was waited for",
     ),
     "no barrier before the sums": (
@@ -331,8 +361,8 @@ PLANTED_WIDE = {
     ),
     "a row of x read that the call has not": (
         "block_tile.h",
-        "smaller(m, p.m - 1) * u32(p.x_stride),\n             present && m < p.m",
-        "m * u32(p.x_stride),\n             present",
+        "present && copied_m < p.m - i * X_COPIED",
+        "present",
         "reads global memory that it may not",
     ),
     "a counter that is not put back": (
@@ -342,6 +372,43 @@ PLANTED_WIDE = {
         "counters are 0 between calls",
     ),
 }
+
+
+# And with the instructions of warpgroups.
+PLANTED_WARPGROUPS = {
+    "copies that are not shown": (
+        "block_tile.h",
+        "if (WARPGROUPS) show_to_warpgroups();",
+        "",
+        "was not shown to warpgroups",
+    ),
+    "a stage overwritten while it is multiplied": (
+        "block_tile.h",
+        "AHEAD = WARPGROUPS ? STAGES - 2 : STAGES - 1",
+        "AHEAD = STAGES - 1",
+        "shared memory was changed meanwhile|before the copy to it was waited for",
+    ),
+    "sums that are not waited for": (
+        "block_tile.h",
+        "    if constexpr (WARPGROUPS) wait_for_multiplications<0>();\n",
+        "",
+        "which nothing was written to",
+    ),
+    "x in another order": ("block_tile.h", "(chunk % 8 ^ m % 8)", "(chunk % 8)", "worst"),
+    "another lane's weights": ("block_tile.h", ">> (4 * lane.t)", ">> (4 * (3 - lane.t))", "worst"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_WARPGROUPS)
+def test_planted_faults_of_warpgroups_are_found(name, nvrtc):
+    file, old, new, words = PLANTED_WARPGROUPS[name]
+    files = csrc().files
+    assert files[file].count(old) == 1
+    source = Sources(files | {file: files[file].replace(old, new)}, digest="")
+    weight, w, x = problem(5, 24, 1280, 32, False, torch.bfloat16)
+    with pytest.raises((Fault, AssertionError), match=words):
+        y = run(nvrtc, warpgroups(8), x, w, source=source)
+        assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))
 
 
 @pytest.mark.parametrize("name", PLANTED_WIDE)

@@ -62,6 +62,10 @@ def test_many_rows_fill_the_chip_once():
     for n, k in ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096)):
         for m in (17, 64):
             plan = skinny.plan_for(HOPPER, m, n, k, 128, 2, False)
+            assert plan.engine == "WarpgroupTile"
+            assert 0.7 * HOPPER.compute_units <= plan.blocks(n) * plan.splits <= 2 * HOPPER.compute_units
+            assert k // plan.splits >= 1024
+            plan = skinny.plan_for(replace(HOPPER, arch="sm_100"), m, n, k, 128, 2, False)
             assert plan.engine == "BlockTile"
             assert 0.9 * HOPPER.compute_units <= plan.blocks(n) * plan.splits <= 3 * HOPPER.compute_units
             assert k // plan.splits >= 1024

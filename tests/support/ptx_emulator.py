@@ -12,7 +12,7 @@ is furthest behind. As many instructions as nvrtc makes of csrc are known, by th
 
 What a chip lets pass is an error here: reading what nothing wrote, in registers and in memory; addresses outside of the
 buffers, or not aligned; writing to what was passed as read-only; an asynchronous copy that is read before it was waited
-for; two waves that touch the same bytes of shared memory with no barrier between, one of them writing.
+for; the same of multiplications, and changing what they read meanwhile; two waves that touch the same bytes of shared memory with no barrier between, one of them writing.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Shared:
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.full(nbytes, 0xA5, np.uint8)
         self.ready = np.zeros(nbytes, bool)
+        self.shown = np.zeros(nbytes, bool)  # to the instructions of warpgroups
         self.epoch = 0
         # of a byte: the epoch of its last access, and which wave's that was; -1 of more than one
         self.wrote, self.writer = np.full(nbytes, -1), np.full(nbytes, -1)
@@ -132,7 +133,7 @@ class Shared:
             if ((when[at] == self.epoch) & (who[at] != wave.index)).any():
                 raise Fault("writes shared memory that another wave used, with no barrier between")
         self.wrote[at], self.writer[at] = self.epoch, wave.index
-        self.ready[at] = False
+        self.ready[at] = self.shown[at] = False
         return at
 
     def _inside(self, at: np.ndarray) -> np.ndarray:
@@ -143,6 +144,16 @@ class Shared:
 
 
 # ------------------------------------------------------------------------------------------------------------ a wave
+
+
+@dataclass
+class Multiplication:
+    """What one reads as long as it runs."""
+
+    registers: dict[str, np.ndarray]
+    at: np.ndarray  # in shared memory
+    data: np.ndarray
+    sums: list[str]
 
 
 @dataclass
@@ -160,6 +171,13 @@ class Wave:
     # Asynchronous copies: of groups closed, and of the one that is open; each a list of (to, bytes).
     closed: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)
     open: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    arrived: list[np.ndarray] = field(
+        default_factory=list
+    )  # bytes that copies brought, until they are shown to warpgroups
+    # Multiplications of a warpgroup, likewise; the sums of those that were not waited for, and how many were begun by then.
+    multiplied: list[list[Multiplication]] = field(default_factory=list)
+    multiplying: list[Multiplication] = field(default_factory=list)
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
     executed: int = 0
 
     def special(self, name: str) -> np.ndarray:
@@ -646,6 +664,7 @@ def _copy(parts: list[str], operands: list[str]) -> Step:
             while len(wave.closed) > youngest:
                 for to, data in wave.closed.pop(0):
                     wave.shared.bytes[to], wave.shared.ready[to] = data, True
+                    wave.arrived.append(to)
 
         return wait
     to, source, nbytes = _address(operands[0]), _address(operands[1]), int(operands[2])
@@ -715,6 +734,74 @@ def _matrix(parts: list[str], operands: list[str]) -> Step:
     return step
 
 
+def _of_warpgroup(parts: list[str], operands: list[str]) -> Step:
+    """wgmma: one wave's 16 rows of it, at once; but the sums are there only when they were waited for."""
+    if parts[1] == "fence":
+        return _nothing(parts, operands)
+    if parts[1] == "commit_group":
+
+        def commit(wave: Wave) -> None:
+            wave.multiplied.append(wave.multiplying)
+            wave.multiplying = []
+
+        return commit
+    if parts[1] == "wait_group":
+        youngest = int(operands[0])
+        return lambda wave: _finish_multiplications(wave, youngest)
+    n = int(re.fullmatch(r"m64n(\d+)k16", parts[4])[1])  # type: ignore[index]
+    kind = parts[-1]
+    c_names, a_names = _vector(operands[0]), _vector(operands[1])
+    describe, more = _read(operands[2], "u64"), _read(operands[3], "pred")
+    if operands[4:] != ["1", "1", "0"]:
+        raise Fault(f"unknown instruction {parts} {operands}")
+    g, t = LANE // 4, LANE % 4
+
+    def halves(data: np.ndarray) -> np.ndarray:
+        return _WIDE[kind](np.ascontiguousarray(data).view(np.uint16))
+
+    def step(wave: Wave) -> None:
+        if not wave.mask.all():
+            raise Fault("is executed by a part of the wave")
+        descriptor = int(describe(wave)[0])
+        if descriptor >> 62 != 1:
+            raise Fault("has x in an order that is not known here")
+        first, eight_rows = (descriptor & 0x3FFF) * 16, (descriptor >> 32 & 0x3FFF) * 16
+        row, byte = np.arange(n)[:, None], np.arange(32)
+        at = first + row // 8 * eight_rows + row % 8 * 128 + byte
+        at ^= (at // 128 % 8) * 16
+        data = wave.shared.load(wave, at + SHARED_AT)
+        if not wave.shared.shown[at].all():
+            raise Fault("reads shared memory that was not shown to warpgroups")
+        registers = {name: _read(name, "u32")(wave) for name in a_names}
+        a = np.zeros((16, 16))
+        for i, word in enumerate(registers.values()):
+            pair = halves(word).reshape(LANES, 2)
+            for half in range(2):
+                a[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pair[:, half]
+        product = a @ halves(data).reshape(n, 16).T.astype(float)
+        for i, name in enumerate(c_names):
+            part = product[g + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * t + i % 2]
+            if more(wave)[0]:
+                part = part + (wave.sums[name] if name in wave.sums else _read(name, "f32")(wave))
+            wave.sums[name] = part.astype(np.float32)
+            wave.registers.pop(name, None)
+        wave.multiplying.append(Multiplication(registers, at, data.copy(), c_names))
+
+    return step
+
+
+def _finish_multiplications(wave: Wave, youngest: int) -> None:
+    while len(wave.multiplied) > youngest:
+        running = [one for group in wave.multiplied[1:] for one in group] + wave.multiplying
+        for done in wave.multiplied.pop(0):
+            if any(wave.registers.get(name) is not value for name, value in done.registers.items()):
+                raise Fault("waits for a multiplication of which a register was changed meanwhile")
+            if not (wave.shared.ready[done.at].all() and (wave.shared.bytes[done.at] == done.data).all()):
+                raise Fault("waits for a multiplication of which shared memory was changed meanwhile")
+            for name in {*done.sums}.difference(*(one.sums for one in running)) & wave.sums.keys():
+                wave.write(name, wave.sums.pop(name))
+
+
 def _shuffle(parts: list[str], operands: list[str]) -> Step:
     name = operands[0].split("|")[0]
     value, other = _read(operands[1], "u32"), _read(operands[2], "u32")
@@ -730,8 +817,21 @@ def _barrier(parts: list[str], operands: list[str]) -> Step:
     return (lambda wave: None) if parts[1] == "warp" else (lambda wave: "barrier")
 
 
+def _fence(parts: list[str], operands: list[str]) -> Step:
+    """Of all fences one does something here: of copies, for warpgroups."""
+    if parts[1:3] != ["proxy", "async"]:
+        return _nothing(parts, operands)
+
+    def show(wave: Wave) -> None:
+        for at in wave.arrived:
+            wave.shared.shown[at] = wave.shared.ready[at]
+        wave.arrived = []
+
+    return show
+
+
 def _nothing(parts: list[str], operands: list[str]) -> Step:
-    """Fences, hints and dependent launches: here everything is done in order."""
+    """Hints and dependent launches: here everything is done in order."""
     return lambda wave: None
 
 
@@ -747,5 +847,6 @@ _MAKERS: dict[str, Callable[[list[str], list[str]], Step]] = {
     **{"setp": _compare, "selp": _select, "ld": _load, "st": _store, "atom": _atomic},
     **{"cp": _copy, "ldmatrix": _load_matrices, "mma": _matrix, "shfl": _shuffle, "bar": _barrier},
     "ex2": lambda parts, operands: _plain(np.exp2, ["f32"], operands),
-    **{"membar": _nothing, "fence": _nothing, "griddepcontrol": _nothing, "createpolicy": _constant_0},
+    "wgmma": _of_warpgroup,
+    **{"membar": _nothing, "fence": _fence, "griddepcontrol": _nothing, "createpolicy": _constant_0},
 }

@@ -9,13 +9,20 @@ Prints a table; exits 1 when a fault passes its tests, or when the code it edits
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -729,14 +736,80 @@ FAULTS = (
 
 
 def copy_package(folder: Path) -> None:
-    """The package as `import nybble` finds it, and deploy/ as NYBBLE_DEPLOY does, copied."""
+    """The package as `import nybble` finds it, and deploy/ as NYBBLE_DEPLOY does, copied with what is compiled of it."""
     for part in ("kernels", "service", "csrc", "deploy"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / part, folder / "nybble" / part, ignore=ignore)
+        shutil.copytree(ROOT / part, folder / "nybble" / part)
 
 
-# A fault may make a test run for ever: it is caught then too. What `timeout` exits with, and after its kill.
-LIMIT_S, HUNG = 120, (124, 137)
+def write_source(target: Path, text: str) -> None:
+    target.write_text(text)
+    for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
+        compiled.unlink()
+
+
+# A fault may make a test run for ever: it is caught then too.
+LIMIT_S = 120
+
+# Most of what running a few tests takes is importing these: it is done once, and each run goes on from there.
+PRELOADED = (
+    "anyio.pytest_plugin",
+    "fastapi.testclient",
+    "gguf",
+    "httpx",
+    "prometheus_client.core",
+    "pydantic_settings",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "triton.language",
+    "triton.testing",
+    "uvicorn",
+)
+
+
+def preload() -> None:
+    """What tests/conftest.py asks before Triton is imported is asked by a process that ends: a GPU that is in use does
+    not outlive a fork."""
+    asked = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+    if subprocess.run([sys.executable, "-c", asked]).returncode:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    for module in PRELOADED:
+        with contextlib.suppress(ImportError):  # the tests that need it say so
+            importlib.import_module(module)
+
+
+def run_tests(arguments: str, folder: Path) -> NoReturn:
+    """pytest on the package in `folder`, in a process of its own. It keeps there what failed, for --last-failed."""
+    import pytest
+
+    assert "nybble" not in sys.modules
+    os.setsid()
+    with output_of(folder).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONPATH": str(folder), "NYBBLE_DEPLOY": str(folder / "nybble" / "deploy")}
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    sys.path[0] = str(folder)
+    places = f"--basetemp={folder / 'tmp'} -o cache_dir={folder / 'cache'}"
+    sys.exit(pytest.main(shlex.split(f"-q -x -p anyio {places} {arguments}")))
+
+
+def output_of(folder: Path) -> Path:
+    return folder / "output.txt"
+
+
+def exit_status(arguments: str, folder: Path) -> int | None:
+    """Of pytest; None when it had to be stopped."""
+    run = get_context("fork").Process(target=run_tests, args=(arguments, folder))
+    run.start()
+    run.join(LIMIT_S)
+    status = run.exitcode
+    with contextlib.suppress(ProcessLookupError):  # what its tests have started, too
+        os.killpg(run.pid, signal.SIGKILL)
+    run.join()
+    return status
 
 
 def verdict(fault: Fault) -> str:
@@ -748,18 +821,16 @@ def verdict(fault: Fault) -> str:
         source = target.read_text()
         if source.count(fault.old) != 1:
             return f"the code is there {source.count(fault.old)} times, not once"
-        target.write_text(source.replace(fault.old, fault.new))
-        run = subprocess.run(
-            f"exec timeout --kill-after=5 {LIMIT_S} {sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}",
-            shell=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(folder), "NYBBLE_DEPLOY": str(folder / "nybble" / "deploy")},
-            capture_output=True,
-            text=True,
-        )
-    if run.returncode in (1, *HUNG):
-        return "red" if run.returncode == 1 else "red (hung)"
-    return "GREEN" if run.returncode == 0 else f"pytest exit {run.returncode}: {run.stdout[-200:]}"
+        write_source(target, source.replace(fault.old, fault.new))
+        status = exit_status(fault.tests, folder)
+        if status not in (1, None):
+            return "GREEN" if status == 0 else f"pytest exit {status}: {output_of(folder).read_text()[-200:]}"
+        # Not whatever is run like this: what failed passes without the fault.
+        write_source(target, source)
+        control = exit_status(f"--last-failed {fault.tests}", folder)
+        if control != 0:
+            return f"red without it, too: pytest exit {control}: {output_of(folder).read_text()[-200:]}"
+        return "red" if status == 1 else "red (hung)"
 
 
 def main() -> int:
@@ -768,10 +839,14 @@ def main() -> int:
     names = parser.parse_args().names
     faults = [f for f in FAULTS if not names or f.name in names]
     survived = 0
-    for fault in faults:
-        result = verdict(fault)
-        survived += not result.startswith("red")
-        print(f"{fault.name:62} {fault.file:34} {result}", flush=True)
+    preload()
+    # Two at once: some wait more than they compute.
+    with ProcessPoolExecutor(2, get_context("fork")) as workers:
+        running = {workers.submit(verdict, fault): fault for fault in faults}
+        for done in as_completed(running):
+            fault, result = running[done], done.result()
+            survived += not result.startswith("red")
+            print(f"{fault.name:62} {fault.file:34} {result}", flush=True)
     print(f"{len(faults)} faults, {survived} not caught")
     return 1 if survived or not faults else 0
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import quick_interpreter
 import torch
 
 # Triton reads this once, when it is first imported, by whichever test comes first.
@@ -13,6 +15,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest_plugins = ["http_fixtures"]
+
+
+def pytest_collection_finish() -> None:
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        quick_interpreter.patch_once_per_launch(interpreter)
 
 
 @pytest.hookimpl(tryfirst=True)

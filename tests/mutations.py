@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import os
 import shlex
@@ -736,15 +737,10 @@ FAULTS = (
 
 
 def copy_package(folder: Path) -> None:
-    """The package as `import nybble` finds it, and deploy/ as NYBBLE_DEPLOY does, copied with what is compiled of it."""
+    """The package as `import nybble` finds it, and deploy/ as NYBBLE_DEPLOY does, copied."""
     for part in ("kernels", "service", "csrc", "deploy"):
-        shutil.copytree(ROOT / part, folder / "nybble" / part)
-
-
-def write_source(target: Path, text: str) -> None:
-    target.write_text(text)
-    for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
-        compiled.unlink()
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, folder / "nybble" / part, ignore=ignore)
 
 
 # A fault may make a test run for ever: it is caught then too.
@@ -784,6 +780,7 @@ def run_tests(arguments: str, folder: Path) -> NoReturn:
     import pytest
 
     assert "nybble" not in sys.modules
+    gc.freeze()  # a collection would look at all that is imported again
     os.setsid()
     with output_of(folder).open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -821,12 +818,13 @@ def verdict(fault: Fault) -> str:
         source = target.read_text()
         if source.count(fault.old) != 1:
             return f"the code is there {source.count(fault.old)} times, not once"
-        write_source(target, source.replace(fault.old, fault.new))
+        target.write_text(source.replace(fault.old, fault.new))
         status = exit_status(fault.tests, folder)
         if status not in (1, None):
             return "GREEN" if status == 0 else f"pytest exit {status}: {output_of(folder).read_text()[-200:]}"
-        # Not whatever is run like this: what failed passes without the fault.
-        write_source(target, source)
+        # Not whatever is run like this: what failed passes without the fault. The file has its old time again, so that
+        # nothing compiled from the other is taken for it.
+        shutil.copy2(ROOT / fault.file, target)
         control = exit_status(f"--last-failed {fault.tests}", folder)
         if control != 0:
             return f"red without it, too: pytest exit {control}: {output_of(folder).read_text()[-200:]}"
@@ -840,8 +838,9 @@ def main() -> int:
     faults = [f for f in FAULTS if not names or f.name in names]
     survived = 0
     preload()
-    # Two at once: some wait more than they compute.
-    with ProcessPoolExecutor(2, get_context("fork")) as workers:
+    # Two at once: some wait more than they compute. They share what is compiled of the tests.
+    with tempfile.TemporaryDirectory() as compiled, ProcessPoolExecutor(2, get_context("fork")) as workers:
+        sys.pycache_prefix, sys.dont_write_bytecode = compiled, False
         running = {workers.submit(verdict, fault): fault for fault in faults}
         for done in as_completed(running):
             fault, result = running[done], done.result()

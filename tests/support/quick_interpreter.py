@@ -1,0 +1,22 @@
+"""Triton's interpreter without a third of its time."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+
+def patch_once_per_launch(interpreter: ModuleType) -> None:
+    """A launch puts the interpreter's functions into triton.language and takes them out at its end. Each call of one jitted
+    function by another puts them there again, where they are already: it looks through the whole language for that, and
+    takes longer than most of what is called."""
+    patch, language = interpreter._patch_lang, interpreter.tl
+
+    def patch_unless_patched(function: Any) -> Any:
+        if language.core.is_builtin(language.load) or not any(v is language for v in function.__globals__.values()):
+            return patch(function)
+        return None
+
+    if not hasattr(patch, "wrapped"):
+        patch_unless_patched.wrapped = patch  # type: ignore[attr-defined]
+        interpreter._patch_lang = patch_unless_patched

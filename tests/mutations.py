@@ -3,7 +3,8 @@
     python tests/mutations.py [NAME ...]
 
 Every fault edits a copy of the package, never the working tree, and runs the tests named beside it against the copy.
-Prints a table; exits 1 when a fault passes its tests, or when the code it edits is no longer there.
+Prints a table; exits 1 when a fault passes its tests, when what it fails fails without it, or when the code it edits is
+no longer there.
 """
 
 from __future__ import annotations
@@ -765,8 +766,7 @@ PRELOADED = (
 
 
 def preload() -> None:
-    """What tests/conftest.py asks before Triton is imported is asked by a process that ends: a GPU that is in use does
-    not outlive a fork."""
+    # As in tests/conftest.py; but a process that has asked for a GPU and is forked has none, so that another one asks.
     asked = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
     if subprocess.run([sys.executable, "-c", asked]).returncode:
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,9 +1,13 @@
 """The engine on the paged cache with static inputs and captured decode, as on a GPU; Triton's interpreter runs the kernels
 and a fake stands for the device's graphs."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from model_folders import DATA, prompts
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton", reason="triton is not installed")
 if torch.cuda.is_available():  # where there is a GPU, test_graphs_gpu.py does all of this for real
@@ -31,6 +35,18 @@ class Graph:
     def replay(self):
         type(self).replays += 1
         self.output.copy_(self._forward())
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory):
+    """Half of MODEL: for what a pass computes of whom, rather than for the reference's text."""
+    folder = shutil.copytree(MODEL, tmp_path_factory.mktemp("models") / "one-layer")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    weights = load_file(MODEL / "model.safetensors")
+    first = {name: t for name, t in weights.items() if not name.startswith("model.layers.1.")}
+    save_file(first, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.fixture
@@ -92,9 +108,9 @@ def test_a_refused_capture_changes_no_text(make):
 
 
 @pytest.mark.slow
-def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
+def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make, one_layer):
     asked = [{**p, "input_ids": p["input_ids"][:20]} for p in prompts(MODEL)[:2]]
-    eager = run(make(None, prefix_cache=False), asked, 3)
+    eager = run(make(None, one_layer, prefix_cache=False), asked, 3)
 
     def fails_first(forward):
         captures.append(forward)
@@ -103,7 +119,7 @@ def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
         return Graph(forward)
 
     captures = []
-    engine = make(fails_first, prefix_cache=False)
+    engine = make(fails_first, one_layer, prefix_cache=False)
     assert run(engine, asked, 3) == eager
     assert engine.stats().graph_fallbacks == {"capture_failed": 1}
     graphs = engine.runner.graphs
@@ -111,9 +127,9 @@ def test_a_prompt_that_is_not_captured_alone_runs_eagerly(make):
 
 
 @pytest.mark.slow
-def test_long_prompts_are_not_captured(make, monkeypatch):
+def test_long_prompts_are_not_captured(make, one_layer, monkeypatch):
     monkeypatch.setattr(runner, "CAPTURED_PROMPT_ROWS", 16)
-    engine = make(prefix_cache=False, max_running=1)
+    engine = make(model=one_layer, prefix_cache=False, max_running=1)
     assert engine.runner.graphs["prefill"].buckets == (16,) and Graph.captured == 2
     replays = Graph.replays
     run(engine, [{"input_ids": prompts(MODEL)[0]["input_ids"][:20]}], 1)
@@ -123,12 +139,12 @@ def test_long_prompts_are_not_captured(make, monkeypatch):
 @pytest.mark.parametrize(
     "capture", [pytest.param(Graph, marks=pytest.mark.slow), None], ids=["captured", "eager"]
 )
-def test_prompts_and_streams_share_a_pass(make, capture, monkeypatch):
+def test_prompts_and_streams_share_a_pass(make, one_layer, capture, monkeypatch):
     """And give what they give alone, whatever comes beside whom."""
     asked = [
         {**p, "input_ids": p["input_ids"][-n:]} for p, n in zip(prompts(MODEL)[:3], (8, 11, 1), strict=False)
     ]
-    engine = make(capture, prefix_cache=False, prefill_tokens=16)
+    engine = make(capture, one_layer, prefix_cache=False, prefill_tokens=16)
     monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)
     alone = [run(engine, [p], 5)[0] for p in asked]
     passed, one_pass = [], engine.runner._pass
@@ -160,8 +176,8 @@ def test_prompts_and_streams_share_a_pass(make, capture, monkeypatch):
     assert all(fixed), "even where each row is somebody's last"
 
 
-def test_more_rows_than_a_pass_holds_take_two(make, monkeypatch):
-    engine = make(None, prefix_cache=False, prefill_tokens=16)
+def test_more_rows_than_a_pass_holds_take_two(make, one_layer, monkeypatch):
+    engine = make(None, one_layer, prefix_cache=False, prefill_tokens=16)
     kinds, one_pass = [], engine.runner._pass
     monkeypatch.setattr(
         engine.runner,
@@ -176,8 +192,8 @@ def test_more_rows_than_a_pass_holds_take_two(make, monkeypatch):
     assert kinds == ["prefill", "decode", "prefill"]
 
 
-def test_prompts_are_replayed_but_for_those_that_are_timed(make):
-    engine = make(gemm_sample_every=1, prefix_cache=False, prefill_tokens=16, max_running=1)
+def test_prompts_are_replayed_but_for_those_that_are_timed(make, one_layer):
+    engine = make(model=one_layer, gemm_sample_every=1, prefix_cache=False, prefill_tokens=16, max_running=1)
     asked = [{"input_ids": prompts(MODEL)[0]["input_ids"][:8]}]
     engine.stats()
     before = Graph.replays
@@ -188,17 +204,17 @@ def test_prompts_are_replayed_but_for_those_that_are_timed(make):
     assert Graph.replays > before, "not again within seconds"
 
 
-def test_the_smallest_cache_warms_up(make):
+def test_the_smallest_cache_warms_up(make, one_layer):
     """One sequence's blocks, fewer than there may be sequences."""
-    engine = make(None, max_model_len=16, kv_cache_bytes=0, memory_fraction=0.9, max_running=2)
+    engine = make(None, one_layer, max_model_len=16, kv_cache_bytes=0, memory_fraction=0.9, max_running=2)
     (tokens,) = run(engine, [{"input_ids": [5, 6, 7]}], 3)
     assert len(tokens) == 3
 
 
-def test_ids_that_the_host_does_not_know_reach_the_static_inputs(make, monkeypatch):
+def test_ids_that_the_host_does_not_know_reach_the_static_inputs(make, one_layer, monkeypatch):
     """As many rows as before, then fewer, in the buffers of another batch size: never the placeholders of the host."""
     monkeypatch.setattr(pacing, "IDLE_CHUNK_S", None)  # both runs in the same chunks, whatever they take
-    engine = make(None, prefix_cache=False, prefill_tokens=16)
+    engine = make(None, one_layer, prefix_cache=False, prefill_tokens=16)
     asked = [{**p, "input_ids": p["input_ids"][-8:]} for p in prompts(MODEL)[:3]]
     expected = run(engine, asked, 9, 4, 7)
     launch, sizes = engine.runner.launch, []

@@ -13,10 +13,9 @@ def patch_once_per_launch(interpreter: ModuleType) -> None:
     patch, language = interpreter._patch_lang, interpreter.tl
 
     def patch_unless_patched(function: Any) -> Any:
-        if language.core.is_builtin(language.load) or not any(v is language for v in function.__globals__.values()):
-            return patch(function)
-        return None
+        sees_it = any(value is language for value in function.__globals__.values())
+        if sees_it and not language.core.is_builtin(language.load):
+            return None
+        return patch(function)
 
-    if not hasattr(patch, "wrapped"):
-        patch_unless_patched.wrapped = patch  # type: ignore[attr-defined]
-        interpreter._patch_lang = patch_unless_patched
+    interpreter._patch_lang = patch_unless_patched

@@ -396,9 +396,16 @@ FAULTS = (
     Fault(
         "newcomers not counted in what a step may take",
         "service/engine/pacing.py",
-        "return max(1.0, then / now)",
-        "return 1.0",
+        "self._growing = then / usual if then > usual > 0 else 1.0",
+        "self._growing = 1.0",
         "tests/engine/test_pacing.py -k many_that_come",
+    ),
+    Fault(
+        "what streams read not counted in their usual step",
+        "service/engine/pacing.py",
+        " + self.per_position * positions",
+        "",
+        "tests/engine/test_pacing.py -k full_house",
     ),
     Fault(
         "parts added up for prompts that have one, stored already",

@@ -210,7 +210,9 @@ class Engine:
         now = perf_counter()
         seconds = now - max(launched.started_s, self._collected_s)
         self._collected_s = now
-        self._scheduler.pacer.observe(seconds, len(launched.step.decode), launched.rows)
+        streams = launched.step.decode
+        positions = sum(launched.before.get(s, s.computed) for s in streams)
+        self._scheduler.pacer.observe(seconds, len(streams), launched.rows, positions)
 
     def _drop_ahead(self, sequence: Sequence) -> None:
         """What was launched ahead went on from another token than the sequence has: its row is computed again."""

@@ -7,7 +7,8 @@ by the time they are expected to take, from what earlier steps took:
 
 fitted to the passes measured so far, older ones fading. Where steps are captured that is a staircase instead, since a pass
 of a few rows is padded to a fixed number of them: its steps are measured at the start (PassTimes), and what is learnt later
-is by which factor they are off. The usual time of a step without prompt rows is kept per number of streams.
+is by which factor they are off. The usual time of a step without prompt rows is kept per number of streams, with the positions
+that they read: while many prompts come one after the other there is none to be measured, and it grows.
 """
 
 from __future__ import annotations
@@ -126,11 +127,13 @@ class PassTime:
 @dataclass(frozen=True, slots=True)
 class PassTimes:
     """Of captured passes by their rows, padding included, ascending: decode steps on few positions, and streams' and prompts'
-    rows together, as far as those are worth knowing. rows: of the longest pass there is."""
+    rows together, as far as those are worth knowing. rows: of the longest pass there is. per_position: what each position
+    that a stream reads adds to a step."""
 
     decode: Mapping[int, float]
     mixed: Mapping[int, PassTime]
     rows: int
+    per_position: float = 0.0
 
     def added(self, prompts: Sequence[Rows], streams: int) -> float:
         """Seconds that prompt rows add to a step of this many streams."""
@@ -140,9 +143,9 @@ class PassTimes:
         context = sum(p.count * p.context for p in prompts) / max(count, 1)
         return max(0.0, (time.seconds + time.per_position * context) * scale - self.step(streams))
 
-    def step(self, streams: float) -> float:
-        """Seconds of a decode step of this many streams on few positions."""
-        return self.decode[_padded(self.decode, streams)]
+    def step(self, streams: float, positions: float = 0.0) -> float:
+        """Seconds of a decode step of this many streams, which read so many positions together."""
+        return self.decode[_padded(self.decode, streams)] + self.per_position * positions
 
 
 def _padded(known: Mapping[int, object], rows: float) -> int:
@@ -217,6 +220,16 @@ class Budget:
         return seconds <= self._seconds or seconds - self._mere(rows.context) <= self._spare
 
 
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """Steps of about as many streams, without prompt rows: how many were measured, and their means."""
+
+    steps: int
+    seconds: float
+    streams: float
+    positions: float
+
+
 class Pacer:
     """Measured step times in, row budgets out.
 
@@ -233,11 +246,12 @@ class Pacer:
         self.model = CostModel()
         self.ratio = STEP_RATIO
         self._last_busy = 0
-        # bit length of the number of streams -> steps measured, their mean seconds and streams, older ones fading
-        self._usual: dict[int, tuple[int, float, float]] = {}
+        # bit length of the number of streams -> steps measured, and of older ones fading means
+        self._usual: dict[int, _Usual] = {}
 
-    def budget(self, streams: int, newcomers: int = 0) -> Budget:
-        """For a step that also computes one row each of `streams` sequences, while so many prompts could get on.
+    def budget(self, streams: int, newcomers: int = 0, positions: int = 0, coming: int = 0) -> Budget:
+        """For a step that also computes one row each of `streams` sequences, which read so many positions together, while so
+        many prompts could get on, of so many tokens together.
 
         These are streams soon, and a step takes longer then. So it may now: of many that come together, the last would
         otherwise wait for the sake of gaps that the first have for a moment only.
@@ -246,11 +260,12 @@ class Pacer:
             return Budget(self.model.seconds, self.most, IDLE_CHUNK_S if self.model.measured else None)
         if self.most_busy:
             return Budget(self.model.seconds, min(self._room(streams), self.most_busy))
-        usual = self.usual(streams)
+        usual = self.usual(streams, positions)
         if usual is None:
             # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
             usual = self.model.seconds([Rows(1, 0)])
-        self._growing = self._growth(streams, newcomers)
+        then = self.usual(streams + newcomers, positions + coming) or 0.0
+        self._growing = then / usual if then > usual > 0 else 1.0
         soon = usual * self._growing
         seconds, spare = self.ratio * soon - usual, LEAST_SHARE * usual
         if self._times is not None:
@@ -275,35 +290,29 @@ class Pacer:
         assert times is not None
         return lambda prompts: self._factor * (usual + times.added(prompts, streams)) - usual
 
-    def _growth(self, streams: int, newcomers: int) -> float:
-        """How many times as long a step usually takes when the newcomers are streams too."""
-        now, then = self.usual(streams) or 1.0, self.usual(streams + newcomers) or 1.0
-        return max(1.0, then / now)
-
-    def usual(self, streams: int) -> float | None:
+    def usual(self, streams: int, positions: int = 0) -> float | None:
         """Seconds of a step of this many streams without prompt rows: of the most similar number measured, and as many times
-        that as captured steps of the two took at the start."""
+        that as captured steps of the two took at the start, on as many positions."""
         if not self._usual:
             return None
         size = streams.bit_length()
-        _, seconds, about = self._usual[
-            min(self._usual, key=lambda measured: (abs(measured - size), measured))
-        ]
-        return (
-            seconds if self._times is None else seconds * self._times.step(streams) / self._times.step(about)
-        )
+        known = self._usual[min(self._usual, key=lambda measured: (abs(measured - size), measured))]
+        if self._times is None:
+            return known.seconds
+        then = self._times.step(known.streams, known.positions)
+        return known.seconds * self._times.step(streams, positions) / then
 
-    def observe(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
-        """What a step took."""
+    def observe(self, seconds: float, streams: int, prompts: list[Rows], positions: int = 0) -> None:
+        """What a step took. positions: that its streams read together."""
         if not prompts:
-            self._observe_usual(seconds, streams)
+            self._observe_usual(seconds, streams, positions)
         elif not streams:
             self.model.observe(prompts, seconds)
         else:
-            self._observe_busy(seconds, streams, prompts)
+            self._observe_busy(seconds, streams, prompts, positions)
 
-    def _observe_busy(self, seconds: float, streams: int, prompts: list[Rows]) -> None:
-        usual = self.usual(streams) or 0.0
+    def _observe_busy(self, seconds: float, streams: int, prompts: list[Rows], positions: int) -> None:
+        usual = self.usual(streams, positions) or 0.0
         self._last_busy = sum(r.count for r in prompts)
         near = usual > 0 and seconds > _NEAR * self._growing * usual
         self.ratio = (
@@ -316,9 +325,17 @@ class Pacer:
             off = min(max(seconds / expected, self._factor / _PROMPT_CLIP), self._factor * _PROMPT_CLIP)
             self._factor += (1 - _FADING) * (off - self._factor)
 
-    def _observe_usual(self, seconds: float, streams: int) -> None:
+    def _observe_usual(self, seconds: float, streams: int, positions: int) -> None:
         size = streams.bit_length()
-        count, before, about = self._usual.get(size, (0, seconds, streams))
-        share = max(0.2, 1 / (count + 1))
-        seconds = before + share * (min(seconds, _CLIP * before) - before)
-        self._usual[size] = count + 1, seconds, about + share * (streams - about)
+        known = self._usual.get(size, _Usual(0, seconds, streams, positions))
+        share = max(0.2, 1 / (known.steps + 1))
+
+        def faded(before: float, now: float) -> float:
+            return before + share * (now - before)
+
+        self._usual[size] = _Usual(
+            known.steps + 1,
+            faded(known.seconds, min(seconds, _CLIP * known.seconds)),
+            faded(known.streams, streams),
+            faded(known.positions, positions),
+        )

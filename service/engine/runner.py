@@ -25,6 +25,7 @@ _STEPS_PER_THREAD_COUNT = 8
 # Rows of a scored prompt whose logits exist at one time: a chunk's would be larger than the workspace.
 _SCORED_ROWS = 16
 _EAGER_SAMPLE_EVERY_S = 5.0
+_MEASURED_CONTEXT = 4096  # positions of a stream, at most
 # Of a fixed batch; fewer when they take longer than this together.
 _MEASURED_PASSES, _MEASURED_S = 5, 0.05
 
@@ -158,6 +159,10 @@ class Runner:
                 self._prepare(static, "mixed", rows)
             return
         decode = {rows: self._seconds(static, "decode", rows) for rows in static.fixed("decode")}
+        most = max(decode)
+        context = min(_MEASURED_CONTEXT, self._longest_context(2))
+        more = self._seconds(static, "decode", most, context) - decode[most] if context else 0.0
+        per_position = max(0.0, more) / max(most * context, 1)
         mixed: dict[int, PassTime] = {}
         for rows in static.fixed("mixed"):
             self._prepare(static, "mixed", rows)
@@ -167,7 +172,7 @@ class Runner:
             mixed[rows] = PassTime(seconds, max(0.0, more) / max(context, 1))
             if seconds > LONGEST_STEP * max(decode.values()):
                 break
-        self.times = PassTimes(decode, mixed, static.rungs[-1])
+        self.times = PassTimes(decode, mixed, static.rungs[-1], per_position)
 
     def _prepare(self, static: StaticInputs, kind: str, rows: int) -> None:
         """Run a fixed batch once, and capture it where that is done."""
@@ -207,8 +212,10 @@ class Runner:
             torch.cuda.synchronize(self.device)
 
     def _fill(self, static: StaticInputs, kind: str, rows: int, problem: int, context: int = 0) -> None:
-        """The problem-th test problem into a fixed batch; context: of "mixed", see _fill_prompt."""
-        if kind == "decode":
+        """The problem-th test problem into a fixed batch; context: positions before it, see _fill_prompt."""
+        if kind == "decode" and context:
+            static.decode(*self._long_problem(rows, context))
+        elif kind == "decode":
             static.decode(*self._decode_problem(rows, problem, self._prompt_blocks(2)))
         else:
             self._fill_prompt(static, kind, rows, problem, context)
@@ -251,6 +258,16 @@ class Runner:
         position = prefix * self._block_size
         spans = [Span(1, position + 1, [*range(prefix), block]) for block in own]
         return [self._token(7 * block + problem) for block in own], [position] * count, spans
+
+    def _long_problem(self, count: int, context: int) -> tuple[list[int], list[int], list[Span]]:
+        """Likewise, each behind as many positions, a multiple of the block size, of blocks that no other has, as far as there
+        are blocks: what is computed is of no use, but takes as long."""
+        blocks = context // self._block_size + 1
+        places = [
+            [(row * blocks + i) % self._limits.kv_blocks for i in range(blocks)] for row in range(count)
+        ]
+        ids = [self._token(row) for row in range(count)]
+        return ids, [context] * count, [Span(1, context + 1, place) for place in places]
 
     def _token(self, i: int) -> int:
         return (i * 2654435761 + 12345) % self.model.config.vocab_size

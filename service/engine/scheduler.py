@@ -192,7 +192,12 @@ class Scheduler:
         candidates = [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
         if not candidates:
             return
-        budget = self.pacer.budget(len(step.decode), len(candidates))
+        budget = self.pacer.budget(
+            len(step.decode),
+            len(candidates),
+            sum(s.computed for s in step.decode),
+            sum(len(c.sequence.tokens) for c in candidates),
+        )
         oldest = candidates[0]
         if len(candidates) > 1:
             budget.hold(len(oldest.sequence.tokens) - oldest.context, oldest.context, _OLDEST_SHARE)

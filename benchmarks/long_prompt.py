@@ -10,6 +10,7 @@ import statistics
 import time
 
 from nybble.service.bench_engine import EngineBench, engine_of, random_request
+from nybble.service.bench_serve import quantile
 from nybble.service.engine.engine import Engine
 
 SHORT = 32
@@ -69,10 +70,6 @@ def one_round(engine: Engine, streams: set[str], prompt: int, i: int) -> None:
         f"the short one's first token in step {seen[short]}",
         flush=True,
     )
-
-
-def quantile(values: list[float], q: float) -> float:
-    return sorted(values)[int(q * (len(values) - 1))]
 
 
 def gaps(engine: Engine, streams: set[str], done) -> tuple[list[float], dict[str, int]]:

@@ -36,10 +36,8 @@ SWEPT = {
     },
 }
 
-RESIDENT_WAVES = {
-    "BlockTile": 12,
-    "WarpgroupTile": 16,
-}  # of a multiprocessor: what the registers of a wave with many sums leave room for
+# Of a multiprocessor: what the registers of a wave with many sums leave room for.
+RESIDENT_WAVES = {"BlockTile": 12, "WarpgroupTile": 16}
 FILLED = 0.7  # of the places for blocks: a grid that leaves more of them empty is not tried
 
 

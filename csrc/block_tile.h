@@ -51,11 +51,11 @@ struct BlockTile {
   static_assert(M % 8 == 0 && ROWS % (16 * ROW_WAVES) == 0 && WAVES % TEAMS == 0 && STEP % (2 * TEAMS) == 0);
   static_assert(!WARPGROUPS || (ROW_WAVES % 4 == 0 && AHEAD > 0 && Staged::STAGE_BYTES % SWIZZLED_BYTES == 0));
 
-  // First of the 16 rows of a tile of this wave's. Tiles of a warpgroup have 64.
-  static NYBBLE_METHOD int tile_row(int tile) {
-    const int wave = wave_index() % ROW_WAVES;
-    if constexpr (WARPGROUPS) return wave / 4 * (4 * WAVE_ROWS) + 64 * tile + wave % 4 * 16;
-    return wave * WAVE_ROWS + 16 * tile;
+  // First of the 16 rows of a tile of one wave's. Tiles of a warpgroup have 64.
+  static NYBBLE_METHOD int tile_row(int wave, int tile) {
+    const int row_wave = wave % ROW_WAVES;
+    if constexpr (WARPGROUPS) return row_wave / 4 * (4 * WAVE_ROWS) + 64 * tile + row_wave % 4 * 16;
+    return row_wave * WAVE_ROWS + 16 * tile;
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) {
     if constexpr (WARPGROUPS) return chunk / 8 * (M * 128) + m * 128 + (chunk % 8 ^ m % 8) * 16;
@@ -146,7 +146,7 @@ struct BlockTile {
 
     u32 stage = ring, next_stage = ring + AHEAD * Staged::STAGE_BYTES;
     if (steps == 0) return;
-    const Lane lane;
+    const Lane lane(WARPGROUPS ? wave_index() : 0);
     int step = 0;
     do {
       wait_for_copies<AHEAD - 1>();
@@ -172,7 +172,7 @@ struct BlockTile {
   // This wave's share of a step. none: 0, but not a constant, as far as the compiler can tell.
   NYBBLE_METHOD void multiply_step(u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
     const int lane = lane_index(), g = lane / 4, t = lane % 4;
-    const int granule0 = wave_index() / ROW_WAVES * SHARE;
+    const int wave = wave_index(), granule0 = wave / ROW_WAVES * SHARE;
     float sum[TILES][X_TILES][4];
     Side side[TILES][2];
     NYBBLE_UNROLL
@@ -180,12 +180,12 @@ struct BlockTile {
       Quad w[TILES];  // matrices: rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1
       NYBBLE_UNROLL
       for (int tile = 0; tile < TILES; tile++) {
-        w[tile] = load_matrices(stage + Staged::w_place(tile_row(tile) + lane % 16, granule0 + j + lane / 16));
+        w[tile] = load_matrices(stage + Staged::w_place(tile_row(wave, tile) + lane % 16, granule0 + j + lane / 16));
       }
       NYBBLE_UNROLL
       for (int h = 0; h < 2 * TILES; h++) {
         if (j % RUN == 0 || PER_GROUP == 1) {
-          const int row0 = tile_row(h / 2) + h % 2 * 8;
+          const int row0 = tile_row(wave, h / 2) + h % 2 * 8;
           const u32 group = u32(granule0 + j) / PER_GROUP;
           side[h / 2][h % 2] = Side(scales + Staged::scale_place(row0 + g, step, group),
                                     zeros + Staged::zero_place(row0 / 8, step, group));
@@ -230,9 +230,9 @@ struct BlockTile {
     u32 w, x;  // in a stage
     int row, group;
 
-    NYBBLE_METHOD Lane() {
-      const int g = lane_index() / 4, granule0 = TEAMS == 1 ? 0 : wave_index() / ROW_WAVES * SHARE;
-      t = lane_index() % 4, row = tile_row(0) + g, group = granule0 / PER_GROUP;
+    NYBBLE_METHOD explicit Lane(int wave) {
+      const int g = lane_index() / 4, granule0 = TEAMS == 1 ? 0 : wave / ROW_WAVES * SHARE;
+      t = lane_index() % 4, row = tile_row(wave, 0) + g, group = granule0 / PER_GROUP;
       w = Staged::w_place(row, granule0);
       x = Staged::W_BYTES + granule0 / 2 * (M * 128);
     }
@@ -367,7 +367,7 @@ struct BlockTile {
     NYBBLE_UNROLL
     for (int i = 0; i < TILES * X_TILES * 4; i++) {
       const int tile = i / (X_TILES * 4), c = i / 4 % X_TILES, v = i % 4;
-      mine[(8 * c + 2 * t + v % 2) * PITCH + tile_row(tile) + v / 2 * 8] = total[tile][c][v];
+      mine[(8 * c + 2 * t + v % 2) * PITCH + tile_row(wave, tile) + v / 2 * 8] = total[tile][c][v];
     }
   }
 };

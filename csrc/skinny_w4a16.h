@@ -20,8 +20,8 @@
 //     rows   | wave 0 | wave 1 | ... | wave W-1 |  split 0  -> sums [wave][m][row] in shared memory -> one number
 //            | wave 0 | wave 1 | ... | wave W-1 |  split 1  -> likewise -> partial [split][m][n] -> the last block adds
 //
-// Waves of BlockTile and WarpgroupTile cut the rows instead. x is read once by each block and never kept whole, so K and K * M have no limit.
-// Sums are fp32, and every sum has one order: the same call gives the same bits.
+// Waves of BlockTile and WarpgroupTile cut the rows instead. x is read once by each block and never kept whole, so K and
+// K * M have no limit. Sums are fp32, and every sum has one order: the same call gives the same bits.
 //
 // A slice is added up by one of five engines, with the same face:
 //   DotRows        lanes side by side along K, v_dot2: one or two rows of x                                   dot_rows.h

@@ -1,4 +1,4 @@
-"""Every GEMM path against the reference on one small problem, once at start.
+"""Every GEMM path against the reference on a small problem, once at start.
 
 A path that is wrong on this machine (a driver, a compiler, a torch build) must be known before it answers anybody. It
 is left out of the choice, not served.
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # Relative to the reference's norm; a wrong group, zero point or nibble order gives errors near 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _N, _K, _G = 64, 256, 32
+# The skinny path begins its ring again, and cuts K into parts whose sums are added up, where K is long enough.
+_LONG_K = 2048
 # Rows of x. The skinny path takes other code for one row, for a few, for a whole tile, and for more where the chip has it.
 _ROWS = {"skinny": (1, 3, 16, 17, 33)}
 _FEW = (3,)
@@ -41,13 +43,13 @@ class SelfCheck:
         return frozenset(self.broken)
 
 
-def small_problem(symmetric: bool, seed: int = 0) -> W4A16Weight:
-    """[N=64, K=256], G=32, with scales that differ 1000-fold between groups, so that no swapped group hides."""
+def small_problem(symmetric: bool, seed: int = 0, k: int = _K) -> W4A16Weight:
+    """[N=64, K=256 or k], G=32, with scales that differ 1000-fold between groups, so that no swapped group hides."""
     gen = torch.Generator().manual_seed(seed)
-    q = torch.randint(0, 16, (_N, _K), generator=gen)
-    scales = 10.0 ** -(torch.rand(_N, _K // _G, generator=gen) * 3 + 1)
+    q = torch.randint(0, 16, (_N, k), generator=gen)
+    scales = 10.0 ** -(torch.rand(_N, k // _G, generator=gen) * 3 + 1)
     zeros = None if symmetric else torch.randint(0, 16, scales.shape, generator=gen).to(torch.uint8)
-    return W4A16Weight(pack_rows(q), scales.to(torch.float16), zeros, None, _G, _N, _K)
+    return W4A16Weight(pack_rows(q), scales.to(torch.float16), zeros, None, _G, _N, k)
 
 
 def check_paths(device: torch.device, dtype: torch.dtype, target: Target) -> SelfCheck:
@@ -55,11 +57,12 @@ def check_paths(device: torch.device, dtype: torch.dtype, target: Target) -> Sel
     passed: dict[str, bool] = {}
     broken: dict[tuple[str, str], str] = {}
     for symmetric in (True, False):
-        weight = small_problem(symmetric)
+        small, long = small_problem(symmetric), small_problem(symmetric, k=_LONG_K)
         for kernel in BACKENDS.get(target.kind, ()):
-            if not kernel.can_implement(LinearConfig.of(weight, dtype), target)[0]:
+            if not kernel.can_implement(LinearConfig.of(small, dtype), target)[0]:
                 continue
             for path in (*kernel.paths, "dense"):
+                weight = long if path == "skinny" else small
                 problem = _problem(kernel, path, weight, dtype, device, target)
                 passed[path] = passed.get(path, True) and problem is None
                 if problem is not None:
@@ -91,7 +94,7 @@ def _problem(
         layer = W4A16Linear(weight, bias, dtype, device, target, kernel, dense=path == "dense")
         most = limits_for(target).skinny_max_m if path == "skinny" else max(_FEW)
         for m in (m for m in _ROWS.get(path, _FEW) if m <= most):
-            x = torch.randn(m, _K, generator=gen).to(dtype)
+            x = torch.randn(m, weight.k, generator=gen).to(dtype)
             expected = linear_reference(x, weight, bias)
             for name, y, wanted in _ways(layer, path, x.to(device), expected):
                 error = float((y.to("cpu", torch.float32) - wanted).norm() / wanted.norm())

@@ -204,13 +204,13 @@ def _row(streams: int, found: list[_Stream], engine_tokens_per_s: float) -> Serv
     return ServeRow(
         streams,
         tokens_per_s=arrived / max(end - start, 1e-9),
-        ttft_p50_ms=_quantile(first, 0.5) * 1e3,
-        ttft_p99_ms=_quantile(first, 0.99) * 1e3,
-        gap_p50_ms=_quantile(gaps, 0.5) * 1e3,
-        gap_p99_ms=_quantile(gaps, 0.99) * 1e3,
+        ttft_p50_ms=quantile(first, 0.5) * 1e3,
+        ttft_p99_ms=quantile(first, 0.99) * 1e3,
+        gap_p50_ms=quantile(gaps, 0.5) * 1e3,
+        gap_p99_ms=quantile(gaps, 0.99) * 1e3,
         engine_tokens_per_s=engine_tokens_per_s,
     )
 
 
-def _quantile(values: list[float], q: float) -> float:
+def quantile(values: list[float], q: float) -> float:
     return sorted(values)[int(q * (len(values) - 1))] if values else float("nan")

@@ -401,6 +401,13 @@ FAULTS = (
         "tests/engine/test_pacing.py -k many_that_come",
     ),
     Fault(
+        "a prompt raises the limit for itself",
+        "service/engine/scheduler.py",
+        "sum(lengths) - max(lengths)",
+        "sum(lengths)",
+        "tests/engine/test_pacing.py -k 16k",
+    ),
+    Fault(
         "what streams read not counted in their usual step",
         "service/engine/pacing.py",
         " + self.per_position * positions",

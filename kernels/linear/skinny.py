@@ -209,7 +209,7 @@ def _cuda_plan(
 
 _WIDE_ROWS = (96, 64)
 _WARPGROUP_CHIP = "sm_90"  # no later one has its instructions
-_MOST_PARTS = 16
+_MOST_PARTS = 16  # of K: more are slower to add up than they are worth
 
 
 def _warpgroup_plans(bucket: int) -> list[Plan]:
@@ -221,7 +221,8 @@ def _warpgroup_plans(bucket: int) -> list[Plan]:
 def _warpgroup_plan(
     target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
 ) -> Plan | None:
-    """Rows and parts of K of the least time, by a fit to those measured on an H200 (benchmarks/results/skinny_h200.md)."""
+    """Rows and parts of K of the least time, by a fit to those measured on an H200, with scales of x's type
+    (benchmarks/results/skinny_h200.md)."""
     units = target.compute_units
 
     def used(plan: Plan) -> int:

@@ -118,7 +118,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds of a pass without positions before its prompt, and what each position adds where one prompt fills it."""
+    """Seconds of a pass without positions before its rows, and what each position adds that stands before all of them."""
 
     seconds: float
     per_position: float
@@ -251,7 +251,7 @@ class Pacer:
 
     def budget(self, streams: int, newcomers: int = 0, positions: int = 0, coming: int = 0) -> Budget:
         """For a step that also computes one row each of `streams` sequences, which read so many positions together, while so
-        many prompts could get on, of so many tokens together.
+        many prompts could get on; coming: positions that others than the longest of these will read.
 
         These are streams soon, and a step takes longer then. So it may now: of many that come together, the last would
         otherwise wait for the sake of gaps that the first have for a moment only.

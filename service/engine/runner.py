@@ -154,25 +154,25 @@ class Runner:
     def _prepare_mixed(self, static: StaticInputs) -> None:
         """Passes of prompts beside streams, the shortest first, as far as they are short enough for that. Where steps are
         captured, what they take is measured: see PassTimes."""
-        if not self.graphs or not static.fixed("mixed"):
-            for rows in static.fixed("mixed"):
-                self._prepare(static, "mixed", rows)
-            return
-        decode = {rows: self._seconds(static, "decode", rows) for rows in static.fixed("decode")}
-        most = max(decode)
-        context = min(_MEASURED_CONTEXT, self._longest_context(2))
-        more = self._seconds(static, "decode", most, context) - decode[most] if context else 0.0
-        per_position = max(0.0, more) / max(most * context, 1)
+        timed = bool(self.graphs and static.fixed("mixed"))
+        decode = {rows: self._seconds(static, "decode", rows) for rows in static.fixed("decode") if timed}
         mixed: dict[int, PassTime] = {}
         for rows in static.fixed("mixed"):
             self._prepare(static, "mixed", rows)
-            seconds = self._seconds(static, "mixed", rows)
-            context = self._longest_context(rows)
-            more = self._seconds(static, "mixed", rows, context) - seconds if context else 0.0
-            mixed[rows] = PassTime(seconds, max(0.0, more) / max(context, 1))
-            if seconds > LONGEST_STEP * max(decode.values()):
+            if not timed:
+                continue
+            mixed[rows] = self._pass_time(static, "mixed", rows, self._longest_context(rows))
+            if mixed[rows].seconds > LONGEST_STEP * max(decode.values()):
                 break
-        self.times = PassTimes(decode, mixed, static.rungs[-1], per_position)
+        if timed:
+            most, context = max(decode), min(_MEASURED_CONTEXT, self._longest_context(2))
+            per_position = self._pass_time(static, "decode", most, context).per_position / most
+            self.times = PassTimes(decode, mixed, static.rungs[-1], per_position)
+
+    def _pass_time(self, static: StaticInputs, kind: str, rows: int, context: int) -> PassTime:
+        seconds = self._seconds(static, kind, rows)
+        more = self._seconds(static, kind, rows, context) - seconds if context else 0.0
+        return PassTime(seconds, max(0.0, more) / max(context, 1))
 
     def _prepare(self, static: StaticInputs, kind: str, rows: int) -> None:
         """Run a fixed batch once, and capture it where that is done."""

@@ -192,11 +192,13 @@ class Scheduler:
         candidates = [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
         if not candidates:
             return
+        # The longest is not counted among what is to come: a limit that it raised for itself would stand for all of its time.
+        lengths = [len(c.sequence.tokens) for c in candidates]
         budget = self.pacer.budget(
             len(step.decode),
             len(candidates),
             sum(s.computed for s in step.decode),
-            sum(len(c.sequence.tokens) for c in candidates),
+            sum(lengths) - max(lengths),
         )
         oldest = candidates[0]
         if len(candidates) > 1:

@@ -388,6 +388,12 @@ PLANTED_WARPGROUPS = {
         "AHEAD = STAGES - 1",
         "shared memory was changed meanwhile|before the copy to it was waited for",
     ),
+    "registers that are not settled": (
+        "block_tile.h",
+        "      begin_multiplications();\n",
+        "",
+        "with no wgmma.fence between",
+    ),
     "sums that are not waited for": (
         "block_tile.h",
         "    if constexpr (WARPGROUPS) wait_for_multiplications<0>();\n",

@@ -191,7 +191,9 @@ def test_a_pause_after_all_have_left_is_no_step(steps):
         engine.step()
     engine.abort("gone")
     events, observed = events_of(engine), []
-    engine._scheduler.pacer.observe = lambda seconds, streams, prompts: observed.append((streams, prompts))
+    engine._scheduler.pacer.observe = lambda seconds, streams, prompts, positions: observed.append(
+        (streams, prompts)
+    )
     engine.add(request("later", (9, 8), 2))
     engine.step()
     assert events[:2] == ["launch", "collect"]

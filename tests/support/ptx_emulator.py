@@ -12,7 +12,8 @@ is furthest behind. As many instructions as nvrtc makes of csrc are known, by th
 
 What a chip lets pass is an error here: reading what nothing wrote, in registers and in memory; addresses outside of the
 buffers, or not aligned; writing to what was passed as read-only; an asynchronous copy that is read before it was waited
-for; the same of multiplications, and changing what they read meanwhile; two waves that touch the same bytes of shared memory with no barrier between, one of them writing.
+for; the same of a warpgroup's multiplications, and changing what they read meanwhile; two waves that touch the same bytes of
+shared memory with no barrier between, one of them writing.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ class Wave:
     multiplied: list[list[Multiplication]] = field(default_factory=list)
     multiplying: list[Multiplication] = field(default_factory=list)
     sums: dict[str, np.ndarray] = field(default_factory=dict)
+    settled: dict[str, np.ndarray] = field(default_factory=dict)  # registers, at the last fence for them
     executed: int = 0
 
     def special(self, name: str) -> np.ndarray:
@@ -737,7 +739,11 @@ def _matrix(parts: list[str], operands: list[str]) -> Step:
 def _of_warpgroup(parts: list[str], operands: list[str]) -> Step:
     """wgmma: one wave's 16 rows of it, at once; but the sums are there only when they were waited for."""
     if parts[1] == "fence":
-        return _nothing(parts, operands)
+
+        def settle(wave: Wave) -> None:
+            wave.settled = dict(wave.registers)
+
+        return settle
     if parts[1] == "commit_group":
 
         def commit(wave: Wave) -> None:
@@ -772,9 +778,12 @@ def _of_warpgroup(parts: list[str], operands: list[str]) -> Step:
         data = wave.shared.load(wave, at + SHARED_AT)
         if not wave.shared.shown[at].all():
             raise Fault("reads shared memory that was not shown to warpgroups")
-        registers = {name: _read(name, "u32")(wave) for name in a_names}
+        words = [_read(name, "u32")(wave) for name in a_names]
+        begun = [*a_names, *(name for name in c_names if more(wave)[0] and name not in wave.sums)]
+        if any(wave.settled.get(name) is not wave.registers[name] for name in begun):
+            raise Fault("reads a register that was written with no wgmma.fence between")
         a = np.zeros((16, 16))
-        for i, word in enumerate(registers.values()):
+        for i, word in enumerate(words):
             pair = halves(word).reshape(LANES, 2)
             for half in range(2):
                 a[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pair[:, half]
@@ -785,6 +794,7 @@ def _of_warpgroup(parts: list[str], operands: list[str]) -> Step:
                 part = part + (wave.sums[name] if name in wave.sums else _read(name, "f32")(wave))
             wave.sums[name] = part.astype(np.float32)
             wave.registers.pop(name, None)
+        registers = dict(zip(a_names, words, strict=True))
         wave.multiplying.append(Multiplication(registers, at, data.copy(), c_names))
 
     return step

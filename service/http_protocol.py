@@ -1,8 +1,8 @@
 """uvicorn's HTTP, with limits on what a client may send before anybody has seen it, and answers of our own form to what is
 no HTTP.
 
-What uvicorn leaves open and this closes: a head may be of any size and take for ever; an answer to bytes that are no HTTP
-is plain text, written into whatever answer is under way; of pipelined requests only the last hears that its client has
+What uvicorn leaves open and this closes: a head may be of any size and take for ever; a client that does not read keeps its
+connection, and the request its slot, for ever; an answer to bytes that are no HTTP is plain text, written into whatever answer is under way; of pipelined requests only the last hears that its client has
 gone; an HTTP/1.0 client gets chunks, which it does not know.
 """
 
@@ -22,6 +22,8 @@ HEAD_LIMIT_BYTES = 64 * 2**10
 HEAD_TIMEOUT_S = 30.0
 # How long what a refused client still sends is read and dropped, so that it can read the answer.
 LINGER_S = 1.0
+# How long a client may read nothing of what has to wait for it.
+READ_TIMEOUT_S = 60.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -35,6 +37,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_head = False
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,9 +45,22 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_head_timer()
+        self._unset_unread_timer()
         self.pipeline.clear()
         self._give_up_answering()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unset_unread_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_unread()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -108,6 +124,27 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _watch_unread(self) -> None:
+        """From now on nothing more is written, while the client does not read or asks for nothing else: the rest has to
+        become less."""
+        self._unset_unread_timer()
+        unread = self.transport.get_write_buffer_size()
+        if unread:
+            self._unread_timer = self.loop.call_later(READ_TIMEOUT_S, self._on_unread, unread)
+
+    def _on_unread(self, before: int) -> None:
+        self._unread_timer = None
+        answering = self._answering is not None and not self._answering.response_complete
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_unread()
+        elif self.flow.write_paused or not answering:
+            self.transport.abort()
+
+    def _unset_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _on_late_head(self) -> None:
         self._head_timer = None

@@ -401,6 +401,13 @@ FAULTS = (
         "tests/engine/test_pacing.py -k many_that_come",
     ),
     Fault(
+        "who never reads keeps its connection",
+        "service/http_protocol.py",
+        "elif self.flow.write_paused or not answering:",
+        "elif False:",
+        "tests/service/test_http_protocol.py -k nobody_reads",
+    ),
+    Fault(
         "a prompt raises the limit for itself",
         "service/engine/scheduler.py",
         "sum(lengths) - max(lengths)",

@@ -53,10 +53,42 @@ class App:
         leaving.cancel()
 
 
+PIECE = bytes(1 << 20)
+
+
+@dataclass
+class Endless:
+    """/for-ever streams pieces until the client has gone; else `pieces` in one answer, with its length."""
+
+    pieces: int = 32
+    sent: int = 0
+    left: bool = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        leaving = asyncio.ensure_future(disconnected(receive))
+        if scope["path"] == "/for-ever":
+            await send({"type": "http.response.start", "status": 200})
+            while not leaving.done():
+                await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+                self.sent += 1
+                await asyncio.sleep(0)
+            self.left = True
+        else:
+            length = b"%d" % (self.pieces * len(PIECE))
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
+            )
+            await send({"type": "http.response.body", "body": PIECE * self.pieces})
+        leaving.cancel()
+
+
 @dataclass
 class Client:
     incoming: asyncio.StreamReader
     outgoing: asyncio.StreamWriter
+    state: ServerState
 
     def send(self, data: bytes) -> None:
         self.outgoing.write(data)
@@ -75,7 +107,7 @@ async def connected(app: Any) -> AsyncIterator[Client]:
         return LimitedProtocol(config=config, server_state=state, app_state={})
 
     async with await loop.create_server(protocol, "127.0.0.1", 0) as server:
-        client = Client(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        client = Client(*await asyncio.open_connection(*server.sockets[0].getsockname()), state)
         try:
             yield client
         finally:
@@ -224,3 +256,35 @@ async def test_a_head_in_time_may_have_a_body_and_an_answer_that_take_longer(mon
         await asyncio.sleep(0.5)
         app.go.set()
         assert (await asyncio.wait_for(client.incoming.readuntil(b"whole"), 30)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_client_that_never_reads_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_S", 0.2)
+    app = Endless()
+    async with connected(app) as client:
+        client.send(request("/for-ever"))
+        await until(lambda: app.left)
+    assert app.sent
+
+
+@pytest.mark.parametrize("keep", [b"", b"Connection: close\r\n"], ids=["keep-alive", "close"])
+async def test_an_answer_that_nobody_reads_does_not_keep_its_connection(
+    keep: bytes, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_S", 0.2)
+    async with connected(Endless()) as client:
+        client.send(request("/whole").replace(b"Host: x\r\n", b"Host: x\r\n" + keep))
+        await until(lambda: client.state.total_requests)
+        await until(lambda: not client.state.connections)
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ten times as long as it may read nothing."""
+    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_S", 0.3)
+    async with connected(Endless(pieces=30)) as client:
+        client.send(request("/whole"))
+        got = b""
+        while len(got) < 30 * len(PIECE):
+            got += await client.incoming.readexactly(min(1 << 20, 30 * len(PIECE) - len(got)))
+            await asyncio.sleep(0.1)
+    assert got.startswith(b"HTTP/1.1 200 OK")

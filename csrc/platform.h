@@ -21,7 +21,7 @@
 #define NYBBLE_METHOD __device__ __forceinline__
 // At least one block: with no such word the compiler saves registers, and time is lost (7 % over many shapes on an H200).
 #define NYBBLE_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads, 1)
-#define NYBBLE_SHARED(name) extern __shared__ __align__(1024) u8 name[]
+#define NYBBLE_SHARED(name) extern __shared__ __align__(1024) u8 name[]  // 1024: see warpgroup.h
 #endif
 #define NYBBLE_UNROLL _Pragma("unroll")
 #define NYBBLE_NO_UNROLL _Pragma("unroll 1")

@@ -2,8 +2,9 @@
 no HTTP.
 
 What uvicorn leaves open and this closes: a head may be of any size and take for ever; a client that does not read keeps its
-connection, and the request its slot, for ever; an answer to bytes that are no HTTP is plain text, written into whatever answer is under way; of pipelined requests only the last hears that its client has
-gone; an HTTP/1.0 client gets chunks, which it does not know.
+connection, and its request a place in the queue, for ever; an answer to bytes that are no HTTP is plain text, written into
+whatever answer is under way; of pipelined requests only the last hears that its client has gone; an HTTP/1.0 client gets
+chunks, which it does not know.
 """
 
 from __future__ import annotations
@@ -135,10 +136,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _on_unread(self, before: int) -> None:
         self._unread_timer = None
-        answering = self._answering is not None and not self._answering.response_complete
         if self.transport.get_write_buffer_size() < before:
             self._watch_unread()
-        elif self.flow.write_paused or not answering:
+        elif self.flow.write_paused or self._answering is None or self._answering.response_complete:
             self.transport.abort()
 
     def _unset_unread_timer(self) -> None:

@@ -403,7 +403,7 @@ FAULTS = (
     Fault(
         "who never reads keeps its connection",
         "service/http_protocol.py",
-        "elif self.flow.write_paused or not answering:",
+        "elif self.flow.write_paused or self._answering is None or self._answering.response_complete:",
         "elif False:",
         "tests/service/test_http_protocol.py -k nobody_reads",
     ),

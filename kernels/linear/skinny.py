@@ -179,8 +179,7 @@ def _cuda_plan(
 
         def fits_twice(r: int) -> bool:
             plan = Plan("MmaTile", bucket, r, waves, step=4, stages=3)
-            used = plan.shared_bytes(k, group_size, scale_bytes, zeros) + _RESERVED_BYTES
-            return 2 * used <= target.lds_bytes + _RESERVED_BYTES
+            return _room_for_two(target, plan.shared_bytes(k, group_size, scale_bytes, zeros))
 
         # Between the other launches of a step more blocks are better than large ones, by 1.4 % of the step with one row,
         # and alone they are as good up to four rows.
@@ -207,6 +206,11 @@ def _cuda_plan(
     return plan
 
 
+def _room_for_two(target: Target, shared_bytes: int) -> bool:
+    """Whether two blocks fit on a multiprocessor: CUDA keeps some of its memory for each."""
+    return 2 * (shared_bytes + _RESERVED_BYTES) <= target.lds_bytes + _RESERVED_BYTES
+
+
 _WIDE_ROWS = (96, 64)
 _WARPGROUP_CHIP = "sm_90"  # no later one has its instructions
 _MOST_PARTS = 16  # of K: more are slower to add up than they are worth
@@ -226,12 +230,12 @@ def _warpgroup_plan(
     units = target.compute_units
 
     def used(plan: Plan) -> int:
-        return plan.shared_bytes(k, group_size, scale_bytes, zeros) + _RESERVED_BYTES
+        return plan.shared_bytes(k, group_size, scale_bytes, zeros)
 
     def estimate_us(plan: Plan) -> float:
         """The rows of x cost as much as 24 more of w; adding up the parts, which the last block to come does alone, by their
         size. Where a multiprocessor has room for two blocks, some get two, however few there are."""
-        at_once = 2 if 2 * used(plan) <= target.lds_bytes + _RESERVED_BYTES else 1
+        at_once = 2 if _room_for_two(target, used(plan)) else 1
         turns = -(-plan.blocks(n) * plan.splits // (at_once * units))
         adding = 1.2 + 0.0045 * plan.rows * plan.splits if plan.splits > 1 else 0
         return turns * (1 + 31e-6 * at_once * (plan.rows + 24) * k / plan.splits) + adding
@@ -240,7 +244,7 @@ def _warpgroup_plan(
         parts
         for plan in _warpgroup_plans(bucket)
         for splits in range(1, max(1, min(_MOST_PARTS, plan.steps(k) // 2)) + 1)
-        if used(parts := replace(plan, splits=splits)) <= target.lds_bytes + _RESERVED_BYTES
+        if used(parts := replace(plan, splits=splits)) <= target.lds_bytes
         and parts.partial_bytes(bucket, n) <= _PARTIAL_BYTES
     ]
     return min(choice, key=estimate_us, default=None)
@@ -334,9 +338,8 @@ def programs_for(
     scale_dtypes = tuple(scale_dtypes or {dtype, torch.float16})
     buckets = [m for m in _BUCKETS if m <= max_m(chip)]
     if shapes is None:
-        wide = [plan for m in buckets if m > _TILE_M for plan in _wide_plans(m)]
-        if chip.arch == _WARPGROUP_CHIP:
-            wide += [plan for m in buckets if m > _TILE_M for plan in _warpgroup_plans(m)]
+        kinds = [_wide_plans, *([_warpgroup_plans] if chip.arch == _WARPGROUP_CHIP else [])]
+        wide = (plan for m in buckets if m > _TILE_M for plans_of in kinds for plan in plans_of(m))
         plans |= dict.fromkeys(product(wide, scale_dtypes))
         buckets = [m for m in buckets if m <= _TILE_M]
         shapes = [(rows * chip.compute_units, k) for rows, k in product(_ROWS_PER_UNIT, _EVERY_K)]

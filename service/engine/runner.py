@@ -155,7 +155,13 @@ class Runner:
         """Passes of prompts beside streams, the shortest first, as far as they are short enough for that. Where steps are
         captured, what they take is measured: see PassTimes."""
         timed = bool(self.graphs and static.fixed("mixed"))
-        decode = {rows: self._seconds(static, "decode", rows) for rows in static.fixed("decode") if timed}
+        decode: dict[int, float] = {}
+        per_position = 0.0
+        for rows in static.fixed("decode") if timed else ():
+            # What positions cost is taken from the largest, which comes last.
+            context = min(_MEASURED_CONTEXT, self._longest_context(2)) if rows == static.buckets[-1] else 0
+            time = self._pass_time(static, "decode", rows, context)
+            decode[rows], per_position = time.seconds, time.per_position / rows
         mixed: dict[int, PassTime] = {}
         for rows in static.fixed("mixed"):
             self._prepare(static, "mixed", rows)
@@ -165,8 +171,6 @@ class Runner:
             if mixed[rows].seconds > LONGEST_STEP * max(decode.values()):
                 break
         if timed:
-            most, context = max(decode), min(_MEASURED_CONTEXT, self._longest_context(2))
-            per_position = self._pass_time(static, "decode", most, context).per_position / most
             self.times = PassTimes(decode, mixed, static.rungs[-1], per_position)
 
     def _pass_time(self, static: StaticInputs, kind: str, rows: int, context: int) -> PassTime:

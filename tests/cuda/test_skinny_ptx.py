@@ -405,36 +405,35 @@ PLANTED_WARPGROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED_WARPGROUPS)
-def test_planted_faults_of_warpgroups_are_found(name, nvrtc):
-    file, old, new, words = PLANTED_WARPGROUPS[name]
+def edited(file: str, old: str, new: str) -> Sources:
     files = csrc().files
     assert files[file].count(old) == 1
-    source = Sources(files | {file: files[file].replace(old, new)}, digest="")
-    weight, w, x = problem(5, 24, 1280, 32, False, torch.bfloat16)
-    with pytest.raises((Fault, AssertionError), match=words):
-        y = run(nvrtc, warpgroups(8), x, w, source=source)
-        assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))
+    return Sources(files | {file: files[file].replace(old, new)}, digest="")
 
 
-@pytest.mark.parametrize("name", PLANTED_WIDE)
-def test_planted_faults_of_many_rows_are_found(name, nvrtc):
-    file, old, new, words = PLANTED_WIDE[name]
-    files = csrc().files
-    assert files[file].count(old) == 1
-    source = Sources(files | {file: files[file].replace(old, new)}, digest="")
-    weight, w, x = problem(21, 24, 1280, 32, False, torch.bfloat16)
+@pytest.mark.parametrize(
+    "one, m, planted",
+    [
+        *(pytest.param(warpgroups(8), 5, planted, id=name) for name, planted in PLANTED_WARPGROUPS.items()),
+        *(
+            pytest.param(wide(32, waves=4, splits=2, teams=2), 21, planted, id=name)
+            for name, planted in PLANTED_WIDE.items()
+        ),
+    ],
+)
+def test_planted_faults_of_many_rows_are_found(one, m, planted, nvrtc):
+    *edit, words = planted
+    source = edited(*edit)
+    weight, w, x = problem(m, 24, 1280, 32, False, torch.bfloat16)
     with pytest.raises((Fault, AssertionError), match=words):
-        y = run(nvrtc, wide(32, waves=4, splits=2, teams=2), x, w, source=source)
+        y = run(nvrtc, one, x, w, source=source)
         assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name, nvrtc):
-    file, old, new, words = PLANTED[name]
-    files = csrc().files
-    assert files[file].count(old) == 1
-    source = Sources(files | {file: files[file].replace(old, new)}, digest="")
+    *edit, words = PLANTED[name]
+    source = edited(*edit)
     with pytest.raises((Fault, AssertionError), match=words):
         for dtype in (torch.float16, torch.bfloat16):
             weight, w, x = problem(5, 24, 2560, 32, False, dtype)

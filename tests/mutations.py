@@ -767,6 +767,7 @@ def copy_package(folder: Path) -> None:
 
 # A fault may make a test run for ever: it is caught then too.
 LIMIT_S = 120
+CAUGHT = ("red", "red (hung)")
 
 # Most of what running a few tests takes is importing these: it is done once, and each run goes on from there.
 PRELOADED = (
@@ -849,7 +850,7 @@ def verdict(fault: Fault) -> str:
         control = exit_status(f"--last-failed {fault.tests}", folder)
         if control != 0:
             return f"red without it, too: pytest exit {control}: {output_of(folder).read_text()[-200:]}"
-        return "red" if status == 1 else "red (hung)"
+        return CAUGHT[status is None]
 
 
 def main() -> int:
@@ -865,7 +866,7 @@ def main() -> int:
         running = {workers.submit(verdict, fault): fault for fault in faults}
         for done in as_completed(running):
             fault, result = running[done], done.result()
-            survived += not result.startswith("red")
+            survived += result not in CAUGHT
             print(f"{fault.name:62} {fault.file:34} {result}", flush=True)
     print(f"{len(faults)} faults, {survived} not caught")
     return 1 if survived or not faults else 0

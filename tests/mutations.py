@@ -179,9 +179,16 @@ FAULTS = (
     Fault(
         "prompts that begin alike are all computed",
         "service/engine/scheduler.py",
-        "self.block_size)[-1] in self._computing",
-        "self.block_size)[-1] in ()",
+        "self.block_size) in self._computing",
+        "self.block_size) in ()",
         "tests/engine/test_prefix_cache.py -k sixteen",
+    ),
+    Fault(
+        "nobody is told that a prompt's next block is about to be computed",
+        "service/engine/scheduler.py",
+        "min(stop // self.block_size + 1, full)",
+        "min(stop // self.block_size, full)",
+        "tests/engine/test_prefix_cache.py -k waits_until",
     ),
     Fault(
         "rows beside streams whatever they take",

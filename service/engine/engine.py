@@ -133,7 +133,7 @@ class Engine:
         started = perf_counter()
         forward_before = self._runner.forward_seconds
         outputs, self._refused = self._refused, []
-        launched, self._launched = self._launched or self._launch(outputs), None
+        launched, self._launched = self._launched or self._launch(outputs, started), None
         if launched is not None:
             if self._runner.runs_ahead:
                 self._launched = self._launch_ahead(launched)
@@ -141,18 +141,18 @@ class Engine:
         if not self._sequences:
             self._launched = None  # nobody waits for it
         elif self._launched is None and self._runner.runs_ahead:
-            self._launched = self._launch(outputs)
+            self._launched = self._launch(outputs, started)
         self._steps += 1
         self._overhead_seconds += perf_counter() - started - (self._runner.forward_seconds - forward_before)
         return tuple(outputs)
 
-    def _launch(self, outputs: list[StepOutput]) -> _Launched | None:
+    def _launch(self, outputs: list[StepOutput], since: float) -> _Launched | None:
         """The next step, started; None when there is nothing to run or no memory to run it. A request that has to end
-        for lack of memory is added to outputs."""
+        for lack of memory is added to outputs. since: from when on streams wait for it, if the last one is not later."""
         step = self._scheduler.schedule()
         if not step:
             return None
-        launched = self._about_to_launch(step)
+        launched = self._about_to_launch(step, max(since, self._collected_s))
         try:
             launched.flight.extend(self._runner.launch(step))
         except Exception as error:
@@ -167,7 +167,7 @@ class Engine:
         step = self._scheduler.follow(last.step, self.info.max_model_len)
         if step is None:
             return None
-        launched = self._about_to_launch(step)
+        launched = self._about_to_launch(step, perf_counter())
         try:
             launched.flight.extend(self._runner.launch(step, after=last.flight))
         except Exception as error:
@@ -177,12 +177,12 @@ class Engine:
         self._steps_ahead += 1
         return launched
 
-    def _about_to_launch(self, step: Step) -> _Launched:
+    def _about_to_launch(self, step: Step, started_s: float) -> _Launched:
         every = self.gemm_sample_every
         RECORDER.sampling = every > 0 and self._steps % every == 0
         rows = [Rows(c.count, c.sequence.computed) for c in step.prefill]
         before = {s: s.computed for s in (*step.decode, *(c.sequence for c in step.prefill))}
-        return _Launched(step, [], before, rows, perf_counter())
+        return _Launched(step, [], before, rows, started_s)
 
     def _finish_step(self, launched: _Launched) -> list[StepOutput]:
         outputs: list[StepOutput] = []
@@ -206,7 +206,7 @@ class Engine:
         return outputs
 
     def _observe(self, launched: _Launched) -> None:
-        """Tell the pacer what a step took: from when the device was free for it."""
+        """Tell the pacer what a step took: as long as its streams waited after the last one, scheduling included."""
         now = perf_counter()
         seconds = now - max(launched.started_s, self._collected_s)
         self._collected_s = now

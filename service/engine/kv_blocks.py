@@ -1,7 +1,7 @@
 """The pool of KV-cache blocks, and the prefix cache within it.
 
 A block is free, or in use by one or more sequences. A full block in use can be registered under the key of its content
-(see Sequence.block_keys); once nobody uses it, it stays what it is, counted as free, until its room is needed. Then the
+(see Sequence.block_key); once nobody uses it, it stays what it is, counted as free, until its room is needed. Then the
 least recently used goes first, and of blocks given back together the last, since a prefix is of use without what follows
 it and not the other way round. A registered block is never written again: only full blocks are registered, and sequences
 write beyond what they share.

@@ -169,10 +169,10 @@ class Scheduler:
         full = min(sequence.computed, len(sequence.tokens)) // self.block_size
         if not self.prefix_cache or full == sequence.committed:
             return
-        keys = sequence.block_keys(full, self.block_size)
         for index in range(sequence.committed, full):
-            self.pool.register(sequence.blocks[index], keys[index])
-            self._release_claim(keys[index], sequence)
+            key = sequence.block_key(index, self.block_size)
+            self.pool.register(sequence.blocks[index], key)
+            self._release_claim(key, sequence)
         sequence.committed = full
 
     def discard(self, sequence: Sequence) -> None:
@@ -192,11 +192,11 @@ class Scheduler:
         candidates = [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
         if not candidates:
             return
-        # The longest is not counted among what is to come: a limit that it raised for itself would stand for all of its time.
+        # One, the longest, is not counted among what is to come: a limit that it raised for itself would stand for all of its time.
         lengths = [len(c.sequence.tokens) for c in candidates]
         budget = self.pacer.budget(
             len(step.decode),
-            len(candidates),
+            len(candidates) - 1,
             sum(s.computed for s in step.decode),
             sum(lengths) - max(lengths),
         )
@@ -304,7 +304,7 @@ class Scheduler:
         if not self.prefix_cache or sequence.scored is not None:
             return []
         full = (len(sequence.tokens) - 1) // self.block_size
-        return self.pool.find(sequence.block_keys(full, self.block_size))
+        return self.pool.find(sequence.block_key(i, self.block_size) for i in range(full))
 
     def _in_progress(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether the block after the shared ones is being computed for another sequence."""
@@ -312,7 +312,7 @@ class Scheduler:
             return False
         if (len(sequence.tokens) - 1) // self.block_size <= len(shared):
             return False
-        return sequence.block_keys(len(shared) + 1, self.block_size)[-1] in self._computing
+        return sequence.block_key(len(shared), self.block_size) in self._computing
 
     def _continue(self, step: Step, sequence: Sequence, budget: Budget) -> bool:
         """The next rows of a prompt that has begun. False when there were no blocks for them."""
@@ -322,6 +322,7 @@ class Scheduler:
         if not self._grow(sequence, count, preempt=not step):
             budget.give_back()
             return False
+        self._claim(sequence, sequence.computed + count)
         step.prefill.append(Chunk(sequence, count))
         return True
 
@@ -358,7 +359,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self._first_seen(sequence)
-        self._claim(sequence)
+        self._claim(sequence, context + count)
         step.prefill.append(Chunk(sequence, count))
 
     def _first_seen(self, sequence: Sequence) -> None:
@@ -369,12 +370,13 @@ class Scheduler:
                 self.queries_tokens += sequence.prompt_len
                 self.hits_tokens += sequence.computed
 
-    def _claim(self, sequence: Sequence) -> None:
-        """Say which blocks of its prompt a sequence is going to compute."""
+    def _claim(self, sequence: Sequence, stop: int) -> None:
+        """Say which blocks a sequence, about to be computed up to `stop`, computes: with the next one, since only the block
+        after what it shares is ever looked for by another."""
         if self.prefix_cache:
             full = len(sequence.tokens) // self.block_size
-            for key in sequence.block_keys(full, self.block_size)[sequence.committed :]:
-                self._computing.setdefault(key, sequence)
+            for index in range(sequence.committed, min(stop // self.block_size + 1, full)):
+                self._computing.setdefault(sequence.block_key(index, self.block_size), sequence)
 
     def _release_claim(self, key: bytes, sequence: Sequence) -> None:
         if self._computing.get(key) is sequence:
@@ -395,8 +397,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         if self.prefix_cache and sequence.blocks:
-            full = len(sequence.tokens) // self.block_size
-            for key in sequence.block_keys(full, self.block_size)[sequence.committed :]:
+            for key in sequence.known_keys[sequence.committed :]:
                 self._release_claim(key, sequence)
         self.pool.release(sequence.blocks, sequence.reserved)
         sequence.blocks, sequence.reserved = [], None

@@ -1,6 +1,7 @@
 """Steps that are launched before the last one's tokens have arrived: no answer tells, and nothing is left behind."""
 
 import random
+import time
 
 import engine_runs
 import pytest
@@ -99,6 +100,18 @@ def test_in_steady_decode_a_step_is_launched_before_the_last_ones_tokens_are_rea
     engine.step()
     assert events[7:] == ["collect"], "nothing comes after the last token"
     assert not engine.has_work and steps_ahead(engine) == 2
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_step_is_said_to_take_as_long_as_its_streams_wait_for_it(ahead, monkeypatch):
+    """With what choosing its rows takes: prompts beside streams are given what is left of that time."""
+    engine = make(ahead=ahead)
+    scheduler, told = engine._scheduler, []
+    schedule, observe = scheduler.schedule, scheduler.pacer.observe
+    monkeypatch.setattr(scheduler, "schedule", lambda: (time.sleep(0.02), schedule())[1])
+    monkeypatch.setattr(scheduler.pacer, "observe", lambda s, *rest: (told.append(s), observe(s, *rest))[1])
+    run(engine, *PENALISED)  # no step of which is launched before the last one's tokens are there
+    assert min(told) >= 0.02
 
 
 def test_without_a_device_of_its_own_a_step_waits_for_its_tokens():

@@ -181,6 +181,21 @@ def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone():
     assert machine.cached["second"] == 8
 
 
+@pytest.mark.parametrize("rows", [3, 4, 7])
+def test_who_waits_for_a_prefix_waits_until_its_maker_is_behind_it(rows):
+    """Steps that end inside a block, and keys that are computed as far as they are needed."""
+    machine = Machine(prefill=rows)
+    first = machine.add("first", range(40), 1)
+    machine.step()
+    second = machine.add("second", [*range(38), 7], 1)  # the shorter one, whose turn comes first
+    while first.computed < 36:
+        machine.step()
+        assert second.computed == 0 and len(second.known_keys) <= first.computed // BLOCK + 1
+        assert len(first.known_keys) <= (first.computed + rows) // BLOCK + 2
+    machine.run()
+    assert machine.cached["second"] == 36 and machine.computed_rows == 40 + 3
+
+
 def test_one_that_has_nothing_in_common_does_not_wait_behind_one_that_does():
     machine = Machine()
     machine.add("a", range(40))
@@ -287,7 +302,8 @@ def test_forgotten_blocks_are_found_no_more_but_stay_with_who_uses_them():
 def test_keys_tell_apart_tokens_places_and_salts():
     def keys(tokens, salt=None):
         request = Request("r", tuple(tokens), SamplingParams(1), 0.0, cache_salt=salt)
-        return Sequence(request, ()).block_keys(len(tokens) // BLOCK, BLOCK)
+        sequence = Sequence(request, ())
+        return [sequence.block_key(i, BLOCK) for i in range(len(tokens) // BLOCK)]
 
     a = keys([1, 2, 3, 4, 1, 2, 3, 4])
     assert a[0] != a[1], "the same tokens at another place"

@@ -512,4 +512,4 @@ def test_a_block_is_not_known_before_its_last_token_is():
     q.append(7)
     s.commit(q)
     assert q.committed == 2
-    assert s.pool.find(q.block_keys(2, BLOCK)) == q.blocks[:2]
+    assert s.pool.find([q.block_key(i, BLOCK) for i in range(2)]) == q.blocks[:2]

@@ -18,7 +18,7 @@
 //
 // Weights become q - z, exactly. Sums of a group are fp32 and the scale comes after them; SCALED, where two sets of sums would
 // not fit into the registers or a warpgroup would have to wait for them, the weight takes its scale before, rounded to 16 bits
-// as in a dense copy.
+// as in a dense copy. TOGETHER, raw numbers are multiplied and the zero points of groups of 32 taken off as in MmaTile.
 #pragma once
 
 #include "warpgroup.h"
@@ -45,6 +45,8 @@ struct BlockTile {
   static constexpr int RUN = PER_GROUP < SHARE ? PER_GROUP : SHARE;  // of them in one group
   static constexpr int PAIR_GROUPS = PER_GROUP == 1 ? 2 : 1;         // groups of two granules
   static constexpr bool SCALED = (WARPGROUPS || X_TILES > 4) && SAME<Type, Scale>;
+  static constexpr bool TOGETHER = !WARPGROUPS && !SCALED && PER_GROUP == 1 && ZEROS && SHARE % 4 == 0 &&
+                                   TILES * X_TILES <= 8;              // else registers are short
   static constexpr int AHEAD = WARPGROUPS ? STAGES - 2 : STAGES - 1;  // steps whose copies are on their way
   static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;   // and side_bytes()
   static constexpr int PITCH = ROWS + 4;                              // of sums: lanes meet in no bank
@@ -146,7 +148,7 @@ struct BlockTile {
 
     u32 stage = ring, next_stage = ring + AHEAD * Staged::STAGE_BYTES;
     if (steps == 0) return;
-    const Lane lane(WARPGROUPS ? wave_index() : 0);
+    const Lane lane(wave_index());
     int step = 0;
     do {
       wait_for_copies<AHEAD - 1>();
@@ -157,10 +159,11 @@ struct BlockTile {
         fetch_x(step + AHEAD, next_stage);
       }
       end_copies();
+      const u32 none = u32(p.splits) >> 31;
       if constexpr (WARPGROUPS) {
-        multiply_step(lane, stage, step, scales, zeros, u32(p.splits) >> 31);
+        multiply_step_in_warpgroups(lane, stage, step, scales, zeros, none);
       } else {
-        multiply_step(stage, step, scales, zeros, u32(p.splits) >> 31);
+        multiply_step(lane, stage, step, scales, zeros, none);
       }
       next_stage = Staged::next_stage(next_stage, ring);
       stage = Staged::next_stage(stage, ring);
@@ -169,26 +172,46 @@ struct BlockTile {
     wait_for_copies<0>();
   }
 
+  // What a lane's addresses begin with: its first row and granule of its wave's.
+  struct Lane {
+    int t;
+    u32 w, x;        // in a stage
+    int row, group;  // row g of the wave's first tile
+
+    NYBBLE_METHOD explicit Lane(int wave) {
+      const int lane = lane_index(), g = lane / 4, granule0 = TEAMS == 1 ? 0 : wave / ROW_WAVES * SHARE;
+      t = lane % 4, row = tile_row(wave, 0) + g, group = granule0 / PER_GROUP;
+      if constexpr (WARPGROUPS) {
+        w = Staged::w_place(row, granule0);
+        x = Staged::W_BYTES + granule0 / 2 * (M * 128);
+      } else {
+        // Matrices: rows 0-7 and 8-15 of a tile, one granule, then both again, the next one.
+        w = Staged::w_place(tile_row(wave, 0) + lane % 16, granule0 + lane / 16);
+        x = Staged::W_BYTES + x_place(g, 4 * granule0 + t);
+      }
+    }
+  };
+
   // This wave's share of a step. none: 0, but not a constant, as far as the compiler can tell.
-  NYBBLE_METHOD void multiply_step(u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
-    const int lane = lane_index(), g = lane / 4, t = lane % 4;
-    const int wave = wave_index(), granule0 = wave / ROW_WAVES * SHARE;
+  NYBBLE_METHOD void multiply_step(const Lane& lane, u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
+    scales += Staged::scale_place(lane.row, step, lane.group);
+    zeros += Staged::zero_place(lane.row / 8, step, lane.group);
+    const u32 x_at[2] = {stage + lane.x, stage + (lane.x ^ 64)};  // of even granules, of odd ones
     float sum[TILES][X_TILES][4];
+    float sum_of_t[X_TILES][4] = {};  // TOGETHER
     Side side[TILES][2];
     NYBBLE_UNROLL
     for (int j = 0; j < SHARE; j += 2) {
-      Quad w[TILES];  // matrices: rows 0-7 and 8-15 of a tile, granule j, then both again, granule j + 1
+      const u32 w_at = stage + (lane.w ^ j * GRANULE_BYTES);
+      Quad w[TILES];
       NYBBLE_UNROLL
-      for (int tile = 0; tile < TILES; tile++) {
-        w[tile] = load_matrices(stage + Staged::w_place(tile_row(wave, tile) + lane % 16, granule0 + j + lane / 16));
-      }
+      for (int tile = 0; tile < TILES; tile++) w[tile] = load_matrices(w_at + tile * (16 * STEP * GRANULE_BYTES));
       NYBBLE_UNROLL
-      for (int h = 0; h < 2 * TILES; h++) {
+      for (int e = 0; e < 2 * TILES; e++) {
         if (j % RUN == 0 || PER_GROUP == 1) {
-          const int row0 = tile_row(wave, h / 2) + h % 2 * 8;
-          const u32 group = u32(granule0 + j) / PER_GROUP;
-          side[h / 2][h % 2] = Side(scales + Staged::scale_place(row0 + g, step, group),
-                                    zeros + Staged::zero_place(row0 / 8, step, group));
+          const int group = j / PER_GROUP;
+          side[e / 2][e % 2] =
+              Side(scales + 8 * e * Staged::SCALE_UNIT + group * SCALE_BYTES, zeros + (e * GROUPS + group) * 4);
         }
       }
       NYBBLE_UNROLL
@@ -197,19 +220,28 @@ struct BlockTile {
         NYBBLE_UNROLL
         for (int h = 0; h < 2 * TILES; h++) {
           const Side& of_rows = side[h / 2][h % 2];
+          const u32 word = w[h / 2].word[2 * i + h % 2];
           Pair(&weights)[4] = pair[h / 2][h % 2];
-          exact_pairs<Type>(w[h / 2].word[2 * i + h % 2], of_rows.zero(i), weights, LOW_NIBBLES + none);
+          if constexpr (TOGETHER) {
+            raw_pairs<Type, false>(word, weights, LOW_NIBBLES + none);
+          } else {
+            exact_pairs<Type>(word, of_rows.zero(i), weights, LOW_NIBBLES + none);
+          }
           NYBBLE_UNROLL
           for (int v = 0; SCALED && v < 4; v++) weights[v] = Type::times(weights[v], of_rows.twice(i));
         }
         float (&into)[TILES][X_TILES][4] = SCALED ? total : sum;
         NYBBLE_UNROLL
         for (int c = 0; c < X_TILES; c++) {
-          const Quad x = load_chunk(stage + Staged::W_BYTES + x_place(8 * c + g, 4 * (granule0 + j + i) + t));
+          const Quad x = load_chunk(x_at[i] + j * 64 + c * (8 * Staged::X_ROW_BYTES));
+          float start[4] = {};
+          if constexpr (TOGETHER && Staged::START) Staged::add(start, Staged::START_AT, Staged::START_AT, x);
+          if constexpr (TOGETHER) Staged::add_of_t(sum_of_t[c], x, Staged::column_of(j + i));
           NYBBLE_UNROLL
           for (int tile = 0; tile < TILES; tile++) {
             float (&s)[4] = into[tile][c];
-            if (!SCALED && (j + i) % RUN == 0) s[0] = s[1] = s[2] = s[3] = 0;
+            NYBBLE_UNROLL
+            for (int v = 0; !SCALED && (j + i) % RUN == 0 && v < 4; v++) s[v] = start[v];
             Staged::add(s, pair[tile][0], pair[tile][1], x);
           }
         }
@@ -222,25 +254,19 @@ struct BlockTile {
         }
       }
     }
-  }
-
-  // What a lane's addresses begin with: row g of its wave's first tile, the wave's first granule of a step.
-  struct Lane {
-    int t;
-    u32 w, x;  // in a stage
-    int row, group;
-
-    NYBBLE_METHOD explicit Lane(int wave) {
-      const int g = lane_index() / 4, granule0 = TEAMS == 1 ? 0 : wave / ROW_WAVES * SHARE;
-      t = lane_index() % 4, row = tile_row(wave, 0) + g, group = granule0 / PER_GROUP;
-      w = Staged::w_place(row, granule0);
-      x = Staged::W_BYTES + granule0 / 2 * (M * 128);
+    if constexpr (TOGETHER) {
+      NYBBLE_UNROLL
+      for (int four = 0; four < SHARE / 4; four++) {
+        Staged::take_off(total, sum_of_t, four, scales + lane.t * SCALE_BYTES, zeros + lane.t * 4,
+                         Staged::ZERO_MASK + none);
+      }
     }
-  };
+  }
 
   // The same with four waves at a time. Their instruction reads x in the order of k, so a lane has pair t of all four words
   // of a granule. A granule's weights are made while those of the last one are multiplied.
-  NYBBLE_METHOD void multiply_step(const Lane& lane, u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
+  NYBBLE_METHOD void multiply_step_in_warpgroups(const Lane& lane, u32 stage, u32 step, const u8* scales,
+                                                 const u8* zeros, u32 none) {
     const u64 x = swizzled(stage + lane.x);
     scales += Staged::scale_place(lane.row, step, lane.group);
     zeros += Staged::zero_place(lane.row / 8, step, lane.group);

@@ -33,10 +33,13 @@ template <class Type, class Scale, int GROUP, bool ZEROS, int M, int ROWS, int W
 struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
   using Staged = StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS>;
   using Staged::add;
+  using Staged::add_of_t;
+  using Staged::column_of;
   using Staged::doubled_zero;
   using Staged::EIGHTS;
   using Staged::GROUPS;
   using Staged::in_place;
+  using Staged::minus_biased;
   using Staged::next_stage;
   using Staged::PER_GROUP;
   using Staged::SCALE_BYTES;
@@ -47,19 +50,22 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
   using Staged::side_bytes;
   using Staged::STAGE_BYTES;
   using Staged::STAGES;
+  using Staged::START;
+  using Staged::START_AT;
   using Staged::STEP;
   using Staged::STEP_SCALES;
   using Staged::SYMMETRIC_ZEROS;
+  using Staged::take_off;
   using Staged::W_BYTES;
   using Staged::w_place;
   using Staged::x_place;
   using Staged::X_ROW_BYTES;
+  using Staged::ZERO_MASK;
   using Staged::zero_place;
   static_assert(ROWS % 16 == 0);
   static constexpr int TILES = ROWS / 16;
   static constexpr int X_TILES = (M + 7) / 8;
   static constexpr bool TOGETHER = PER_GROUP == 1 && ZEROS;
-  static constexpr bool START = PER_GROUP == 1 && (Type::FINE || !ZEROS);
   static constexpr bool AFTER = PER_GROUP > 1 && !Type::FINE && X_TILES * GROUPS <= STEP;
   static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and side_bytes() a wave
 
@@ -189,10 +195,9 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
     for (int j = 0; j < STEP; j += 2) w_at[j / 2] = w_place(lane % 16, j + lane / 16);
     NYBBLE_UNROLL
     for (int i = 0; i < 2; i++) x_at[i] = W_BYTES + x_place(x_row0, 4 * i + t);
-    // ones in the column of w that lanes (., t) have as their first, for group t, or as their second, for group t + 4; else 0
     Pair column[GROUPS];
     NYBBLE_UNROLL
-    for (int group = 0; group < GROUPS; group++) column[group] = g == group % 4 * 2 + group / 4 ? Type::ONES : 0;
+    for (int group = 0; group < GROUPS; group++) column[group] = column_of(group);
     u32 stage = ring_address, last_stage = ring_address + (STAGES - 1) * STAGE_BYTES;
     for (int step = 0; step < steps; step++) {
       wait_for_copies<STAGES - 2>();
@@ -200,7 +205,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
 
       float sum[TILES][X_TILES][4];
       float x_sum[X_TILES][4];     // AFTER: of the group so far, for the rows of x that `sum` is of
-      float sum_of_t[X_TILES][4];  // TOGETHER: lane (g, t) has x row g's over groups t and t + 4, each in two parts
+      float sum_of_t[X_TILES][4];  // TOGETHER
       NYBBLE_UNROLL
       for (int i = 0; i < X_TILES * 4; i++) sum_of_t[i / 4][i % 4] = 0;
       StepScales step_scales[EIGHTS];
@@ -230,16 +235,12 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
         NYBBLE_UNROLL
         for (int c = 0; c < 2 * X_TILES; c++) {
           const int i = c / X_TILES, tile = c % X_TILES;
-          const u32(&word)[4] = x[i][tile].word;
           float (&s)[4] = of_x[i][tile];
           if constexpr (START) {
             s[0] = s[1] = s[2] = s[3] = 0;
             add(s, START_AT, START_AT, x[i][tile]);
           }
-          if constexpr (TOGETHER) {
-            // Here x is the first operand: words 0 and 2 of row g as its row g, words 1 and 3 as its row g + 8.
-            multiply(Type{}, sum_of_t[tile], word[0], word[1], word[2], word[3], column[j + i], column[j + i]);
-          }
+          if constexpr (TOGETHER) add_of_t(sum_of_t[tile], x[i][tile], column[j + i]);
           if constexpr (AFTER) {
             float (&so_far)[4] = x_sum[tile];
             if ((j + i) % PER_GROUP == 0) so_far[0] = so_far[1] = so_far[2] = so_far[3] = 0;
@@ -295,50 +296,16 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
       }
       if constexpr (TOGETHER) {
         NYBBLE_UNROLL
-        for (int four = 0; four < GROUPS / 4; four++) take_off(four, sum_of_t, scales, zeros, step, zero_mask);
+        for (int four = 0; four < GROUPS / 4; four++) {
+          take_off(total, sum_of_t, four, scales + scale_place(g, step, t), zeros + zero_place(0, step, t), zero_mask);
+        }
       }
       stage = next_stage(stage, ring_address);
     }
     wait_for_copies<0>();
   }
 
-  // What zero points come to, and what of the bias is in the sums yet, for groups 4 four + t of a step.
-  NYBBLE_METHOD void take_off(int four, const float (&sum_of_t)[X_TILES][4], const u8* scales, const u8* zeros,
-                              int step, u32 zero_mask) {
-    const int g = lane_index() / 4, t = lane_index() % 4, group = 4 * four + t;
-    NYBBLE_UNROLL
-    for (int tile = 0; tile < TILES; tile++) {
-      float zs[2];  // rows g and g + 8: less than 0
-      NYBBLE_UNROLL
-      for (int h = 0; h < 2; h++) {
-        const int eight = 2 * tile + h;
-        const u32 zero = in_place(load<u32>(zeros, zero_place(eight, step, group)), g);
-        const auto s = load<typename Scale::Bits>(scales, scale_place(8 * eight + g, step, group));
-        const float z = START ? minus_biased(zero, zero_mask) + (128 + SYMMETRIC_ZERO) : minus_biased(zero, zero_mask);
-        zs[h] = z * Scale::wide(s);
-      }
-      NYBBLE_UNROLL
-      for (int c = 0; c < X_TILES; c++) {
-        const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
-        if constexpr (START && Scale::BITS + 3 <= Halves::BITS) {
-          multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
-          multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
-        } else {
-          const Halves low(zs[0]), high(zs[1]);
-          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
-          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
-        }
-      }
-    }
-  }
-
   static constexpr Pair ONES[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
-  static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
-  static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
-
-  // -(128 + z) of a zero point in bits 16-19.
-  static constexpr u32 ZERO_MASK = 0x000F0000;
-  static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) { return as_float((zero & mask) | 0xC3000000); }
 
   // A row's scales of one step, side by side as in memory.
   struct StepScales {

@@ -175,6 +175,55 @@ struct StagedTile {
   // Of the zero points of eight rows, row g's in bits 16-19, others' around it.
   static NYBBLE_METHOD u32 in_place(u32 word, int g) { return ZEROS ? rotate_left(word, 16 - 4 * g) : word; }
 
+  // Zero points of short groups, of which raw numbers BIAS + q are multiplied: (BIAS + z) s sum x comes off the totals for four
+  // groups at a time, itself a product of small matrices, rows of w x groups times groups x rows of x. Where sums START at
+  // -(BIAS + 8) sum x, it is (z - 8) s sum x.
+  static constexpr bool START = PER_GROUP == 1 && (Type::FINE || !ZEROS);
+  static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
+  static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
+  // -(128 + z) of a zero point in bits 16-19.
+  static constexpr u32 ZERO_MASK = 0x000F0000;
+  static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) { return as_float((zero & mask) | 0xC3000000); }
+
+  // Sums over x of single groups: in sum_of_t lane (g, t) has row g's over group t in two parts, 0 and 2, and over group t + 4
+  // in 1 and 3. Here x is the first operand: words 0 and 2 of row g as its row g, words 1 and 3 as its row g + 8; the other
+  // has ones in the column of w that lanes (., t) have as their first, or second, for that group.
+  static NYBBLE_METHOD Pair column_of(int group) {
+    return lane_index() / 4 == group % 4 * 2 + group / 4 ? Type::ONES : 0;
+  }
+  static NYBBLE_METHOD void add_of_t(float (&sum_of_t)[4], const Quad& x, Pair column) {
+    multiply(Type{}, sum_of_t, x.word[0], x.word[1], x.word[2], x.word[3], column, column);
+  }
+  // scales, zeros: of row g of the first tile and of its eight rows, for the first of the groups 4 four + t
+  template <int TILES, int X_TILES>
+  static NYBBLE_METHOD void take_off(float (&total)[TILES][X_TILES][4], const float (&sum_of_t)[X_TILES][4], int four,
+                                     const u8* scales, const u8* zeros, u32 zero_mask) {
+    NYBBLE_UNROLL
+    for (int tile = 0; tile < TILES; tile++) {
+      float zs[2];  // rows g and g + 8: less than 0
+      NYBBLE_UNROLL
+      for (int h = 0; h < 2; h++) {
+        const int eight = 2 * tile + h, group = 4 * four;
+        const u32 zero = in_place(load<u32>(zeros, (eight * GROUPS + group) * 4), lane_index() / 4);
+        const auto s = load<typename Scale::Bits>(scales, eight * 8 * SCALE_UNIT + group * SCALE_BYTES);
+        const float z = START ? minus_biased(zero, zero_mask) + (128 + SYMMETRIC_ZERO) : minus_biased(zero, zero_mask);
+        zs[h] = z * Scale::wide(s);
+      }
+      NYBBLE_UNROLL
+      for (int c = 0; c < X_TILES; c++) {
+        const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
+        if constexpr (START && Scale::BITS + 3 <= Halves::BITS) {
+          multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
+          multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
+        } else {
+          const Halves low(zs[0]), high(zs[1]);
+          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
+          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
+        }
+      }
+    }
+  }
+
   // Sum over a granule: low, high are the pairs of rows g and g + 8.
   static NYBBLE_METHOD void add(float (&sum)[4], const Pair (&low)[4], const Pair (&high)[4], const Quad& x) {
     multiply(Type{}, sum, low[0], high[0], low[1], high[1], x.word[0], x.word[1]);

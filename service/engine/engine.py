@@ -57,8 +57,8 @@ class Engine:
 
     On a device that works by itself, `step` launches the step after before it returns: while its caller sends the outputs
     away and takes new requests, the device is busy. Where that step needs nothing of this one's tokens but their ids, it is
-    launched even before these have arrived, and takes the ids on the device: see Scheduler.follow. What it computed for a
-    request that turns out to have ended is dropped.
+    launched even before these have arrived, and takes the ids on the device, prompts' rows beside them: see Scheduler.follow.
+    What it computed for a request that turns out to have ended is dropped.
 
     Nothing a request carries can raise out of `step`: what cannot be served ends that request alone, with
     finish_reason "error" and a sentence.
@@ -162,7 +162,7 @@ class Engine:
 
     def _launch_ahead(self, last: _Launched) -> _Launched | None:
         """The step after `last`, started before the host has last's tokens; None where it has to wait for them."""
-        if self._steps < self._ahead_from:
+        if self._steps < self._ahead_from or len(last.flight) > 1:
             return None
         step = self._scheduler.follow(last.step, self.info.max_model_len)
         if step is None:
@@ -189,16 +189,19 @@ class Engine:
         try:
             results = self._runner.collect(launched.flight)
         except Exception as error:
-            self._launched = None  # it was to go on from this one
+            if self._launched is not None:  # it goes on from this one
+                self._reset(self._launched)
+                self._launched = None
             return self._survive(error, launched)
         self._failed_in_a_row = 0
         self._observe(launched)
         results = [r for r in results if r.sequence in launched.before and self._runs(r.sequence)]
         failed = {r.sequence for r in results if r.token is None}
+        ahead = {} if self._launched is None else self._launched.before
         for sequence in launched.before:
             # One that was aborted meanwhile is gone, and its blocks with it.
             if self._runs(sequence) and sequence not in failed:
-                self._scheduler.commit(sequence)
+                self._scheduler.commit(sequence, ahead.get(sequence, sequence.computed))
         for sequence, token, redrawn in results:
             outputs.append(self._advance(sequence, token))
             if redrawn:
@@ -232,6 +235,10 @@ class Engine:
         # The frames of the failed call still hold its tensors.
         traceback.clear_frames(error.__traceback__)
         self._runner.release_memory()
+        self._reset(launched)
+
+    def _reset(self, launched: _Launched) -> None:
+        """What a step was to compute is not computed."""
         for sequence, computed in launched.before.items():
             if self._runs(sequence):
                 sequence.computed = computed

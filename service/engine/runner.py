@@ -93,12 +93,11 @@ class Runner:
         """
         flight: Flight = []
         rows = [Chunk(s, 1) for s in step.decode]
-        if after is not None:
-            return [self._pass("decode", rows, _token_ids(after, step.decode))]
+        on_device = None if after is None else _token_ids(after, step.decode)
         if rows and step.prefill and self._fit_together(step):
-            return [self._pass("mixed", rows + step.prefill, streams=len(rows))]
+            return [self._pass("mixed", rows + step.prefill, on_device, streams=len(rows))]
         if rows:
-            flight.append(self._pass("decode", rows))
+            flight.append(self._pass("decode", rows, on_device))
         if step.prefill:
             flight.append(self._pass("prefill", step.prefill))
         return flight
@@ -310,25 +309,28 @@ class Runner:
     def _pass(
         self, kind: str, chunks: list[Chunk], on_device: torch.Tensor | None = None, streams: int = 0
     ) -> tuple[list[Sequence], Draft]:
-        """on_device: the ids of the rows, one a chunk, where the host does not know them yet. streams: so many chunks, the
-        first, are rows of streams, not of prompts."""
+        """on_device: the ids of streams' rows, where the host does not know them yet. streams: so many chunks, the first, are
+        rows of streams beside prompts."""
         ids: list[int] = []
         positions: list[int] = []
         spans = []
         last_rows = []
         done = []
+        unknown = 0 if on_device is None else len(on_device)  # ids, of the first chunks
+        ahead = []  # tokens of those done that the host does not know
         scored: list[tuple[Sequence, range, int]] = []  # positions, and the row of the first
-        for chunk in chunks:
+        for i, chunk in enumerate(chunks):
             s = chunk.sequence
             stop = s.computed + chunk.count
             if unscored := s.unscored(stop):
                 scored.append((s, unscored, len(ids) + unscored.start - s.computed))
-            ids += s.tokens[s.computed : stop] if on_device is None else [0]
+            ids += s.tokens[s.computed : stop] if i >= unknown else [0]
             positions += range(s.computed, stop)
             spans.append(Span(chunk.count, stop, s.blocks))
             if chunk.completes:
                 last_rows.append(len(ids) - 1)
                 done.append(s)
+                ahead.append(int(i < unknown))
         # All rows where prompts are scored, and where all are wanted; fixed batches have their own.
         all_rows = self._static is None and len(last_rows) == len(ids)
         rows = None if scored or all_rows else last_rows
@@ -336,7 +338,7 @@ class Runner:
         started = perf_counter()
         batch = self._inputs.batch(kind, ids, positions, spans, rows, streams)
         if on_device is not None:
-            batch.token_ids[: len(ids)].copy_(on_device)
+            batch.token_ids[:unknown].copy_(on_device)
         if scored:
             hidden = self.model.hidden(batch)
             for sequence, positions_of, first_row in scored:
@@ -347,7 +349,7 @@ class Runner:
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
-        return done, draw(logits, done, ahead=int(on_device is not None)) if done else Draft([])
+        return done, draw(logits, done, ahead) if done else Draft([])
 
     def _logits(self, kind: str, batch: Batch) -> torch.Tensor:
         """[R, V], R at least the rows asked for."""
@@ -387,9 +389,9 @@ def _phase(kind: str) -> str:
 
 
 def _token_ids(flight: Flight, sequences: list[Sequence]) -> torch.Tensor:
-    """int [R] on the device: what a flight of one pass gives these of its sequences, in its order."""
+    """int [R] on the device: what a flight of one pass gives these of its sequences."""
     ((done, draft),) = flight
-    if len(sequences) == len(done):
+    if sequences == done:
         return draft.token_ids()
     row_of = {sequence: row for row, sequence in enumerate(done)}
     return draft.token_ids([row_of[sequence] for sequence in sequences])

@@ -87,10 +87,10 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None
     return draw(logits, sequences).tokens()
 
 
-def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: int = 0) -> Draft:
+def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: Rows[int] = ()) -> Draft:
     """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row holds an infinity or a NaN.
 
-    ahead: the tokens' place behind the next ones of their sequences. logits may be overwritten by what the device runs
+    ahead: of every row, its token's place behind the next one of its sequence; all next ones by default. logits may be overwritten by what the device runs
     after this call.
     """
     params = [s.request.sampling for s in sequences]
@@ -98,7 +98,7 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: int = 0) -> Dra
     wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
     if not special and not wanted:
         return _greedy(logits)
-    uniform = [sequences[r].uniform(ahead) for r in special]
+    uniform = [sequences[r].uniform(ahead[r] if ahead else 0) for r in special]
     # Rows that may be drawn again are looked at again when they are read.
     scores = logits.to(torch.float32, copy=any(p.top_p < 1 for p in params))
     return _draw(scores, _best(logits), sequences, special, uniform, wanted, _TOP_P_CANDIDATES)

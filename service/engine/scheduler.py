@@ -113,6 +113,9 @@ class Scheduler:
         self.preemptions = 0
         self.queries_tokens = 0
         self.hits_tokens = 0
+        # Launching takes the host about a millisecond. While steps with prompts are longer than a few, it is not worth it that
+        # who comes meanwhile waits for one step more.
+        self.short_step_s = 0.008
         self._clock = clock
         self._steps = 0
         self._looked_at = -_LOOK_EVERY
@@ -141,32 +144,41 @@ class Scheduler:
                 step.decode.append(sequence)
         # Growing a later sequence may have preempted an earlier entry of the list.
         step.decode = [s for s in step.decode if s in self.running]
-        self._prefill(step)
+        self._prefill(step, self._candidates())
         return step
 
     def follow(self, step: Step, max_model_len: int) -> Step | None:
-        """The step after one whose tokens are still on the device: the same rows, less those of sequences that end with
-        these tokens or are gone. None where it takes the tokens to tell, or where something else is due: a prompt, a
-        newcomer, blocks that another sequence has to give."""
-        if step.prefill or any(s.pending or s.needs_its_tokens for s in self.running):
-            return None
+        """The step after one whose tokens are still on the device: a row of every sequence that got one and does not end
+        with it, and prompts' rows beside them. None where it takes the tokens to tell, where a sequence would have to make
+        way, and where the device is busy for so long that a newcomer is better waited for."""
         running = set(self.running)
-        decode = [s for s in step.decode if s in running and not s.is_full(max_model_len, ahead=1)]
-        if self.waiting:
-            if len(decode) < len(running):
-                return None
-            if self._newcomers():
-                self._looked_at = -_LOOK_EVERY  # schedule() is to find them again
-                return None
+        rows = [*step.decode, *(chunk.sequence for chunk in step.prefill)]
+        told = [s for s in rows if s in running and not s.pending]
+        if any(s.pending == 1 for s in self.running) or any(s.needs_its_tokens for s in told):
+            return None
+        decode = [s for s in told if not s.is_full(max_model_len, ahead=1)]
+        if self.waiting and len(decode) < len(told):
+            return None
+        candidates = self._candidates()
+        if candidates and (any(c.instead_of for c in candidates) or not self._are_short(decode)):
+            self._looked_at = -_LOOK_EVERY  # schedule() is to find them again
+            return None
         if not decode or not all(self._grow(s, 1, preempt=False) for s in decode):
             return None
         self._steps += 1
-        return Step(decode)
+        step = Step(decode)
+        self._prefill(step, candidates, preempt=False)
+        return step
 
-    def commit(self, sequence: Sequence) -> None:
-        """Make what is computed of a running sequence known to the prefix cache. Blocks are known by their tokens: a row
-        whose token is still on the device is left out."""
-        full = min(sequence.computed, len(sequence.tokens)) // self.block_size
+    def _are_short(self, streams: list[Sequence]) -> bool:
+        """Whether steps of these are known to be."""
+        usual = self.pacer.usual(len(streams), sum(s.computed for s in streams))
+        return usual is not None and usual <= self.short_step_s
+
+    def commit(self, sequence: Sequence, stop: int) -> None:
+        """Make what is computed of a running sequence, as far as `stop`, known to the prefix cache. Blocks are known by their
+        tokens: a row whose token is still on the device is left out."""
+        full = min(stop, len(sequence.tokens)) // self.block_size
         if not self.prefix_cache or full == sequence.committed:
             return
         for index in range(sequence.committed, full):
@@ -187,9 +199,12 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _prefill(self, step: Step) -> None:
-        """Fill the rest of the step with prompt rows."""
-        candidates = [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
+    def _candidates(self) -> list[_Candidate]:
+        return [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
+
+    def _prefill(self, step: Step, candidates: list[_Candidate], preempt: bool = True) -> None:
+        """Fill the rest of the step with prompt rows. preempt: of a step that has none yet, whether sequences may have to give
+        their blocks for it."""
         if not candidates:
             return
         # One, the longest, is not counted among what is to come: a limit that it raised for itself would stand for all of its time.
@@ -208,7 +223,7 @@ class Scheduler:
             if candidate is oldest:
                 budget.let_go()
             if candidate.sequence in self.running:
-                stalled |= not self._continue(step, candidate.sequence, budget)
+                stalled |= not self._continue(step, candidate.sequence, budget, preempt)
             # A prompt that waits for blocks must not lose them to a newcomer.
             elif candidate.sequence in self.waiting and not stalled:
                 self._begin(step, candidate, budget)
@@ -314,12 +329,12 @@ class Scheduler:
             return False
         return sequence.block_key(len(shared), self.block_size) in self._computing
 
-    def _continue(self, step: Step, sequence: Sequence, budget: Budget) -> bool:
+    def _continue(self, step: Step, sequence: Sequence, budget: Budget, preempt: bool) -> bool:
         """The next rows of a prompt that has begun. False when there were no blocks for them."""
         count = budget.take(sequence.pending, sequence.computed, self.block_size)
         if not count:
             return True
-        if not self._grow(sequence, count, preempt=not step):
+        if not self._grow(sequence, count, preempt and not step):
             budget.give_back()
             return False
         self._claim(sequence, sequence.computed + count)

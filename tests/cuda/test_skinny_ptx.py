@@ -214,6 +214,8 @@ def test_many_rows_match_the_reference(m, bucket, g, symmetric, dtype, nvrtc):
     "one, m",
     [
         (wide(16, rows=96, stages=2), 16),
+        (wide(16, rows=96, waves=4, step=8, teams=2, stages=2), 13),
+        (wide(24, rows=64, waves=4, step=8), 24),
         (wide(32, rows=64, waves=4, teams=2), 32),
         (wide(48, rows=96, waves=4, splits=2, step=8, teams=2), 40),
         (wide(64, rows=64, waves=8, splits=3, step=8, teams=2, stages=2), 33),
@@ -282,10 +284,11 @@ def test_the_same_bits_of_many_rows_whatever_comes_first(nvrtc):
 
 def test_large_means_do_not_drown_the_rest(nvrtc):
     """sum x is thousands of times what is left after the bias came off."""
-    for dtype, step in product((torch.float16, torch.bfloat16), (4, 8)):
+    plans = (plan(8), plan(8, step=8), wide(8), wide(8, step=8))
+    for dtype, one in product((torch.float16, torch.bfloat16), plans):
         weight, w, x = problem(8, 16, 640, 32, False, dtype)
         x = x + 100
-        y = run(nvrtc, plan(8, step=step), x, w)
+        y = run(nvrtc, one, x, w)
         assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:16])))
 
 

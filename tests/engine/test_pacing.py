@@ -139,7 +139,7 @@ class Clock:
         for s in got:
             s.append(1)
             self.token_times[s.id].append(self.now)
-            self.scheduler.commit(s)
+            self.scheduler.commit(s, s.computed)
 
     def gaps(self, name, since=0.0):
         times = [t for t in self.token_times[name] if t >= since]

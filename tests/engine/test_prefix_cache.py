@@ -40,7 +40,7 @@ class Machine:
         work += [(c.sequence, c.sequence.computed, c.count, c.completes) for c in step.prefill]
         for sequence, first, rows, completes in work:
             self.compute(sequence, first, rows)
-            self.scheduler.commit(sequence)
+            self.scheduler.commit(sequence, sequence.computed)
             if completes:
                 self.advance(sequence)
         self.check()

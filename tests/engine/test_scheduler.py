@@ -365,7 +365,7 @@ def test_whatever_comes_is_accounted_for_and_ends(seed):
         advance(step)
         for q in chosen:
             assert len(q.blocks) * BLOCK >= q.computed > before[q]
-            s.commit(q)
+            s.commit(q, q.computed)
         for q in [q for q in chosen if q.output_len and q.finish_reason(10_000)]:
             assert q.output_len == q.request.sampling.max_tokens
             s.remove(live.pop(q.id))
@@ -414,22 +414,60 @@ def test_what_follows_a_decode_step_is_the_same_rows():
     assert all(len(q.blocks) * BLOCK >= q.computed for q in step.decode)
 
 
-def test_a_prompts_rows_are_not_followed():
+def test_a_first_tokens_row_follows_its_prompt():
     s = scheduler()
-    s.add(sequence("a", 3))
+    q = sequence("a", 3)
+    s.add(q)
+    step = s.schedule()
+    launch(step)
+    following = s.follow(step, LIMIT)
+    assert following.decode == [q] and not following.prefill
+
+
+def fast(s, seconds=0.004):
+    """Its steps without prompts are known to take so long."""
+    s.pacer.observe(seconds, 1, [])
+
+
+@pytest.mark.parametrize(("seconds", "parts"), [(0.004, [8, 8, 8]), (0.02, []), (None, [])])
+def test_parts_of_a_prompt_follow_beside_streams_where_steps_are_short(seconds, parts):
+    """Of long ones a newcomer would wait for one more. Its last row alone is left to the next step that knows all tokens."""
+    a, long = sequence("a", 3), sequence("long", 1 + 4 * 8)
+    s, step = steady(a)
+    if seconds is not None:
+        fast(s, seconds)
+    s.running.append(long)
+    found = []
+    while (step := s.follow(step, LIMIT)) is not None:
+        assert step.decode == [a]
+        found += [c.count for c in step.prefill]
+        told = launch(step)
+        assert len(a.blocks) * BLOCK >= a.computed and len(long.blocks) * BLOCK >= long.computed
+        told()
+    assert found == parts + [8] * bool(parts)
+
+
+def test_prompts_without_streams_are_not_followed():
+    """Their steps are longer, and a newcomer would wait for one more."""
+    s = scheduler()
+    fast(s)
+    s.add(sequence("long", 30))
     step = s.schedule()
     launch(step)
     assert s.follow(step, LIMIT) is None
-    s.add(sequence("long", 30))
-    step = s.schedule()
-    launch(step)()
-    assert s.follow(step, LIMIT) is None
 
 
-def test_a_prompt_that_has_begun_is_not_kept_waiting():
-    s, step = steady(sequence("a", 3))
-    s.running.append(sequence("begun", 30))
-    assert s.follow(step, LIMIT) is None
+def test_a_newcomer_that_finds_a_place_begins_in_the_step_that_follows():
+    a, b = sequence("a", 3), sequence("b", 3)
+    s, step = steady(a, max_running=2)
+    fast(s)
+    s.add(b)
+    step = s.follow(step, LIMIT)
+    assert step.decode == [a] and [c.sequence for c in step.prefill] == [b] and names(s) == ["a", "b"]
+    launch(step)
+    urgent = sequence("urgent", 3, priority=-1)
+    s.add(urgent)
+    assert s.follow(step, LIMIT) is None, "somebody would have to make way"
 
 
 @pytest.mark.parametrize(
@@ -502,14 +540,26 @@ def test_nobody_is_preempted_for_running_ahead():
     assert names(s) == ["a", "b"]
 
 
+def test_nor_for_a_prompt_that_goes_ahead():
+    a, long = sequence("a", 2), sequence("long", 30)
+    s, step = steady(a, blocks=2)
+    fast(s)
+    s.running.append(long)
+    s.pool.extend(long.blocks, 1)
+    long.computed = BLOCK
+    following = s.follow(step, LIMIT)
+    assert following.decode == [a] and not following.prefill and not s.preemptions
+    assert names(s) == ["a", "long"]
+
+
 def test_a_block_is_not_known_before_its_last_token_is():
     q = sequence("a", 2 * BLOCK - 2)
     s, step = steady(q)
     launch(s.follow(step, LIMIT))
     assert q.computed == 2 * BLOCK and len(q.tokens) == 2 * BLOCK - 1
-    s.commit(q)
+    s.commit(q, q.computed)
     assert q.committed == 1
     q.append(7)
-    s.commit(q)
+    s.commit(q, q.computed)
     assert q.committed == 2
     assert s.pool.find([q.block_key(i, BLOCK) for i in range(2)]) == q.blocks[:2]

@@ -175,8 +175,9 @@ struct BlockTile {
   // What a lane's addresses begin with: its first row and granule of its wave's.
   struct Lane {
     int t;
-    u32 w, x;        // in a stage
-    int row, group;  // row g of the wave's first tile
+    u32 w, x;                               // in a stage
+    int row, group;                         // row g of the wave's first tile
+    typename Staged::Column column[SHARE];  // TOGETHER
 
     NYBBLE_METHOD explicit Lane(int wave) {
       const int lane = lane_index(), g = lane / 4, granule0 = TEAMS == 1 ? 0 : wave / ROW_WAVES * SHARE;
@@ -189,6 +190,8 @@ struct BlockTile {
         w = Staged::w_place(tile_row(wave, 0) + lane % 16, granule0 + lane / 16);
         x = Staged::W_BYTES + x_place(g, 4 * granule0 + t);
       }
+      NYBBLE_UNROLL
+      for (int i = 0; i < SHARE && TOGETHER; i++) column[i] = typename Staged::Column(i);
     }
   };
 
@@ -223,7 +226,7 @@ struct BlockTile {
           const u32 word = w[h / 2].word[2 * i + h % 2];
           Pair(&weights)[4] = pair[h / 2][h % 2];
           if constexpr (TOGETHER) {
-            raw_pairs<Type, false>(word, weights, LOW_NIBBLES + none);
+            Raw<Type>::pairs(word, weights, LOW_NIBBLES + none);
           } else {
             exact_pairs<Type>(word, of_rows.zero(i), weights, LOW_NIBBLES + none);
           }
@@ -234,14 +237,12 @@ struct BlockTile {
         NYBBLE_UNROLL
         for (int c = 0; c < X_TILES; c++) {
           const Quad x = load_chunk(x_at[i] + j * 64 + c * (8 * Staged::X_ROW_BYTES));
-          float start[4] = {};
-          if constexpr (TOGETHER && Staged::START) Staged::add(start, Staged::START_AT, Staged::START_AT, x);
-          if constexpr (TOGETHER) Staged::add_of_t(sum_of_t[c], x, Staged::column_of(j + i));
+          if constexpr (TOGETHER) Staged::add_of_t(sum_of_t[c], x, lane.column[j + i]);
           NYBBLE_UNROLL
           for (int tile = 0; tile < TILES; tile++) {
             float (&s)[4] = into[tile][c];
             NYBBLE_UNROLL
-            for (int v = 0; !SCALED && (j + i) % RUN == 0 && v < 4; v++) s[v] = start[v];
+            for (int v = 0; !SCALED && (j + i) % RUN == 0 && v < 4; v++) s[v] = 0;
             Staged::add(s, pair[tile][0], pair[tile][1], x);
           }
         }
@@ -258,7 +259,7 @@ struct BlockTile {
       NYBBLE_UNROLL
       for (int four = 0; four < SHARE / 4; four++) {
         Staged::take_off(total, sum_of_t, four, scales + lane.t * SCALE_BYTES, zeros + lane.t * 4,
-                         Staged::ZERO_MASK + none);
+                         Raw<Type>::ZERO_MASK + none);
       }
     }
   }

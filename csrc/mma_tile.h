@@ -13,8 +13,7 @@
 // What becomes of zero points, and of the bias of raw numbers BIAS + q, where those go into the sums:
 //   groups of 32 with zero points
 //                     (BIAS + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
-//                     rows of w x groups times groups x rows of x. fp16, whose bias is large beside its rounding, has sums
-//                     start at -(BIAS + 8) sum x, and (z - 8) s sum x come off.
+//                     rows of w x groups times groups x rows of x
 //   32 without them   sums start at -(BIAS + 8) sum x
 //   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
 //   else              there is no bias: every pair becomes q - z, exactly
@@ -34,12 +33,10 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
   using Staged = StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS>;
   using Staged::add;
   using Staged::add_of_t;
-  using Staged::column_of;
   using Staged::doubled_zero;
   using Staged::EIGHTS;
   using Staged::GROUPS;
   using Staged::in_place;
-  using Staged::minus_biased;
   using Staged::next_stage;
   using Staged::PER_GROUP;
   using Staged::SCALE_BYTES;
@@ -50,8 +47,6 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
   using Staged::side_bytes;
   using Staged::STAGE_BYTES;
   using Staged::STAGES;
-  using Staged::START;
-  using Staged::START_AT;
   using Staged::STEP;
   using Staged::STEP_SCALES;
   using Staged::SYMMETRIC_ZEROS;
@@ -60,12 +55,13 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
   using Staged::w_place;
   using Staged::x_place;
   using Staged::X_ROW_BYTES;
-  using Staged::ZERO_MASK;
   using Staged::zero_place;
+  using typename Staged::Column;
   static_assert(ROWS % 16 == 0);
   static constexpr int TILES = ROWS / 16;
   static constexpr int X_TILES = (M + 7) / 8;
   static constexpr bool TOGETHER = PER_GROUP == 1 && ZEROS;
+  static constexpr bool START = PER_GROUP == 1 && !ZEROS;
   static constexpr bool AFTER = PER_GROUP > 1 && !Type::FINE && X_TILES * GROUPS <= STEP;
   static constexpr int SHARED_BYTES = WAVES * STAGES * STAGE_BYTES;  // and side_bytes() a wave
 
@@ -81,7 +77,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
     const int most_steps = ((p.granules() + STEP - 1) / STEP + p.splits * WAVES - 1) / (p.splits * WAVES);
     const int granules = p.granules();
     const u32 none = u32(p.splits) >> 31;  // 0, but not a constant, as far as the compiler can tell
-    const u32 low_nibbles = LOW_NIBBLES + none, zero_mask = ZERO_MASK + none;
+    const u32 low_nibbles = LOW_NIBBLES + none, zero_mask = Raw<Type>::ZERO_MASK + none;
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;
     u8* const scales = shared + SHARED_BYTES + wave * side_bytes(most_steps);
@@ -122,7 +118,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
     NYBBLE_UNROLL
     for (int i = 0; i < 2; i++) x_to[i] = W_BYTES + x_place(i * X_COPIED + copied_m, copied_chunk);
     NYBBLE_UNROLL
-    for (int i = 0; i < X_COPIES; i++) x_row[i] = smaller(i * X_COPIED + copied_m, p.m - 1) * u32(p.x_stride);
+    for (int i = 0; i < X_COPIES; i++) x_row[i] = kept(smaller(i * X_COPIED + copied_m, p.m - 1) * u32(p.x_stride));
     const auto fetch_x = [&](int step, u32 stage) {
       const bool present = (slice.first + step) * (STEP * GRANULE) + copied_chunk * 8 < p.k;
       const u8* const from = present ? x_base + step * X_ROW_BYTES : p.x;
@@ -195,9 +191,9 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
     for (int j = 0; j < STEP; j += 2) w_at[j / 2] = w_place(lane % 16, j + lane / 16);
     NYBBLE_UNROLL
     for (int i = 0; i < 2; i++) x_at[i] = W_BYTES + x_place(x_row0, 4 * i + t);
-    Pair column[GROUPS];
+    Column column[GROUPS];
     NYBBLE_UNROLL
-    for (int group = 0; group < GROUPS; group++) column[group] = column_of(group);
+    for (int group = 0; group < GROUPS && TOGETHER; group++) column[group] = Column(group);
     u32 stage = ring_address, last_stage = ring_address + (STAGES - 1) * STAGE_BYTES;
     for (int step = 0; step < steps; step++) {
       wait_for_copies<STAGES - 2>();
@@ -271,8 +267,8 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
               exact_pairs<Type>(word[2 * i], doubled_zero(zero[0]), low, low_nibbles);
               exact_pairs<Type>(word[2 * i + 1], doubled_zero(zero[1]), high, low_nibbles);
             } else {
-              raw_pairs<Type, false>(word[2 * i], low, low_nibbles);
-              raw_pairs<Type, false>(word[2 * i + 1], high, low_nibbles);
+              Raw<Type>::pairs(word[2 * i], low, low_nibbles);
+              Raw<Type>::pairs(word[2 * i + 1], high, low_nibbles);
             }
             NYBBLE_UNROLL
             for (int c = 0; c < X_TILES; c++) add(sum[tile][c], low, high, x[i][c]);
@@ -286,7 +282,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
                 NYBBLE_UNROLL
                 for (int c = 0; c < X_TILES; c++) {
                   float value = sum[tile][c][v];
-                  if constexpr (AFTER) value = fmaf(minus_biased(zero[h], zero_mask), of_x[i][c][v], value);
+                  if constexpr (AFTER) value = fmaf(Raw<Type>::minus_biased(zero[h], zero_mask), of_x[i][c][v], value);
                   total[tile][c][v] = fmaf(s, value, total[tile][c][v]);
                 }
               }
@@ -306,6 +302,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
   }
 
   static constexpr Pair ONES[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
+  static constexpr Pair AT = Raw<Type>::START, START_AT[4] = {AT, AT, AT, AT};
 
   // A row's scales of one step, side by side as in memory.
   struct StepScales {

@@ -78,9 +78,9 @@ constexpr u32 LOW_NIBBLES = 0x000F000F;
 
 // The four pairs of a word as raw magic numbers: BIAS + q; FINE, where the type is: pairs 1 and 3 are BIAS + 16 q.
 // low: LOW_NIBBLES, from a register where the compiler would load the constant anew for every use.
-template <class Type, bool FINE = Type::FINE>
+template <class Type>
 NYBBLE_DEV void raw_pairs(u32 word, Pair (&pair)[4], u32 low = LOW_NIBBLES) {
-  if constexpr (FINE) {
+  if constexpr (Type::FINE) {
     const u32 high = low << 4;
     const u32 upper = word >> 8;
     pair[0] = (word & low) | Type::MAGIC;

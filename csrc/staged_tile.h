@@ -34,6 +34,10 @@ NYBBLE_DEV const u8* kept(const u8* p) {
   asm("" : "+l"(p));
   return p;
 }
+NYBBLE_DEV u32 kept(u32 offset) {
+  asm("" : "+r"(offset));
+  return offset;
+}
 NYBBLE_DEV void end_copies() { asm volatile("cp.async.commit_group;"); }
 template <int YOUNGEST>
 NYBBLE_DEV void wait_for_copies() {  // all but the youngest groups
@@ -103,9 +107,32 @@ NYBBLE_DEV void multiply_tf32(float (&c)[4], float low0, float high0, float low1
         "r"(__float_as_uint(high1)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+// Raw numbers of one small bias: 128 + q of bf16; 64 + q of fp16, which is 0x5400 | q << 4.
+template <class Type>
+struct Raw {
+  static constexpr int AT = Type::FINE ? 4 : 0;  // bit of q
+  static constexpr u32 MAGIC = Type::FINE ? 0x54005400 : Type::MAGIC;
+  static constexpr Pair START = (MAGIC | 0x80008000) + (SYMMETRIC_ZERO << AT) * 0x00010001;  // -(bias + 8)
+
+  // The four pairs of a word. low: LOW_NIBBLES
+  static NYBBLE_METHOD void pairs(u32 word, Pair (&pair)[4], u32 low) {
+    NYBBLE_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const u32 in_place = 4 * i < AT ? word << (AT - 4 * i) : word >> (4 * i - AT);
+      pair[i] = (in_place & low << AT) | MAGIC;
+    }
+  }
+
+  // -(bias + z) as a float, of a z at ZERO_AT with anything around it: there its bits are a float's for 1, 2, 4 and 8.
+  static constexpr int ZERO_AT = Type::FINE ? 17 : 16;
+  static constexpr u32 ZERO_MASK = 0xFu << ZERO_AT;
+  static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) {
+    return as_float((zero & mask) | (Type::FINE ? 0xC2800000 : 0xC3000000));
+  }
+};
+
 // A float as the sum of two of which multiply_tf32 sees nearly all: 22 bits.
 struct Halves {
-  static constexpr int BITS = 11;
   float high, low;
   NYBBLE_METHOD explicit Halves(float value) {
     high = as_float(__float_as_uint(value) & 0xFFFFE000);
@@ -172,27 +199,28 @@ struct StagedTile {
 
   static constexpr u32 SYMMETRIC_ZEROS = 0x88888888;
 
-  // Of the zero points of eight rows, row g's in bits 16-19, others' around it.
-  static NYBBLE_METHOD u32 in_place(u32 word, int g) { return ZEROS ? rotate_left(word, 16 - 4 * g) : word; }
+  // Of the zero points of eight rows, row g's from bit `at` on, others' around it.
+  static NYBBLE_METHOD u32 in_place(u32 word, int g, int at = 16) {
+    return ZEROS ? rotate_left(word, at - 4 * g) : word;
+  }
 
-  // Zero points of short groups, of which raw numbers BIAS + q are multiplied: (BIAS + z) s sum x comes off the totals for four
-  // groups at a time, itself a product of small matrices, rows of w x groups times groups x rows of x. Where sums START at
-  // -(BIAS + 8) sum x, it is (z - 8) s sum x.
-  static constexpr bool START = PER_GROUP == 1 && (Type::FINE || !ZEROS);
-  static constexpr Pair AT = (Type::MAGIC | 0x80008000) + SYMMETRIC_ZERO * 0x00010001;  // -(BIAS + 8)
-  static constexpr Pair START_AT[4] = {AT, AT, AT, AT};
-  // -(128 + z) of a zero point in bits 16-19.
-  static constexpr u32 ZERO_MASK = 0x000F0000;
-  static NYBBLE_METHOD float minus_biased(u32 zero, u32 mask) { return as_float((zero & mask) | 0xC3000000); }
+  // Zero points of short groups, of which raw numbers are multiplied: (bias + z) s sum x comes off the totals for four groups
+  // at a time, itself a product of small matrices, rows of w x groups times groups x rows of x.
 
   // Sums over x of single groups: in sum_of_t lane (g, t) has row g's over group t in two parts, 0 and 2, and over group t + 4
   // in 1 and 3. Here x is the first operand: words 0 and 2 of row g as its row g, words 1 and 3 as its row g + 8; the other
   // has ones in the column of w that lanes (., t) have as their first, or second, for that group.
-  static NYBBLE_METHOD Pair column_of(int group) {
-    return lane_index() / 4 == group % 4 * 2 + group / 4 ? Type::ONES : 0;
-  }
-  static NYBBLE_METHOD void add_of_t(float (&sum_of_t)[4], const Quad& x, Pair column) {
-    multiply(Type{}, sum_of_t, x.word[0], x.word[1], x.word[2], x.word[3], column, column);
+  struct Column {
+    Pair b0, b1;  // the same; made once, since one register would be copied to a pair of them each time
+
+    NYBBLE_METHOD Column() {}
+    NYBBLE_METHOD explicit Column(int group) {
+      const Pair ones = lane_index() / 4 == group % 4 * 2 + group / 4 ? Type::ONES : 0;
+      b0 = kept(ones), b1 = kept(ones);
+    }
+  };
+  static NYBBLE_METHOD void add_of_t(float (&sum_of_t)[4], const Quad& x, const Column& column) {
+    multiply(Type{}, sum_of_t, x.word[0], x.word[1], x.word[2], x.word[3], column.b0, column.b1);
   }
   // scales, zeros: of row g of the first tile and of its eight rows, for the first of the groups 4 four + t
   template <int TILES, int X_TILES>
@@ -204,22 +232,17 @@ struct StagedTile {
       NYBBLE_UNROLL
       for (int h = 0; h < 2; h++) {
         const int eight = 2 * tile + h, group = 4 * four;
-        const u32 zero = in_place(load<u32>(zeros, (eight * GROUPS + group) * 4), lane_index() / 4);
-        const auto s = load<typename Scale::Bits>(scales, eight * 8 * SCALE_UNIT + group * SCALE_BYTES);
-        const float z = START ? minus_biased(zero, zero_mask) + (128 + SYMMETRIC_ZERO) : minus_biased(zero, zero_mask);
-        zs[h] = z * Scale::wide(s);
+        const u32 eight_zeros = load<u32>(zeros, (eight * GROUPS + group) * 4);
+        const u32 zero = in_place(eight_zeros, lane_index() / 4, Raw<Type>::ZERO_AT);
+        zs[h] = Raw<Type>::minus_biased(zero, zero_mask) *
+                Scale::wide(load<typename Scale::Bits>(scales, eight * 8 * SCALE_UNIT + group * SCALE_BYTES));
       }
+      const Halves low(zs[0]), high(zs[1]);
       NYBBLE_UNROLL
       for (int c = 0; c < X_TILES; c++) {
         const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
-        if constexpr (START && Scale::BITS + 3 <= Halves::BITS) {
-          multiply_tf32(total[tile][c], zs[0], zs[1], x.high);
-          multiply_tf32(total[tile][c], zs[0], zs[1], x.low);
-        } else {
-          const Halves low(zs[0]), high(zs[1]);
-          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
-          multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
-        }
+        multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
+        multiply_tf32(total[tile][c], low.high, high.high, x.low);  // of both low parts nothing would be seen
       }
     }
   }

@@ -60,22 +60,15 @@ FAULTS = (
     Fault(
         "a step ahead draws the number of the token before",
         "service/engine/sampler.py",
-        "sequences[r].uniform(ahead)",
+        "sequences[r].uniform(ahead[r] if ahead else 0)",
         "sequences[r].uniform()",
         f"{AHEAD_TESTS} -k 'no_answer_tells and steady'",
     ),
     Fault(
-        "a block is known by a token that is not there yet",
-        "service/engine/scheduler.py",
-        "min(sequence.computed, len(sequence.tokens)) // self.block_size",
-        "sequence.computed // self.block_size",
-        f"{AHEAD_TESTS} -k prefix_cache_keeps",
-    ),
-    Fault(
         "the step ahead of one that failed is kept",
         "service/engine/engine.py",
-        "            self._launched = None  # it was to go on from this one\n",
-        "",
+        "                self._reset(self._launched)\n                self._launched = None\n",
+        "                self._reset(self._launched)\n",
         f"{AHEAD_TESTS} -k memory_that_runs_out",
     ),
     Fault(
@@ -480,8 +473,8 @@ FAULTS = (
     Fault(
         "decode kernel's plan for short groups taken whether it fits or not",
         "kernels/linear/skinny.py",
-        "if short.teams else needed <= target.lds_bytes:",
-        "if short.teams else True:",
+        "if plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:\n            return plan",
+        "if True:\n            return plan",
         "tests/kernels/test_skinny.py -k fits_the_chip",
     ),
     Fault(

@@ -168,12 +168,16 @@ def _cuda_plan(
     bucket = power_of_two(m)
     if m > _TILE_M:
         return _wide_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
-    if group_size == _GRANULE and zeros:
-        for short in _short_groups_plans(units, bucket, n, k):
-            needed = short.shared_bytes(k, group_size, scale_bytes, zeros)
-            # Half as many waves, which share x, are better only where two blocks fit.
-            if _room_for_two(target, needed) if short.teams else needed <= target.lds_bytes:
-                return short
+    short = group_size == _GRANULE and zeros
+    if n >= 64 * units and not few:
+        # Waves that share x. The next launch finds more room beside two stages; longer groups want them deeper.
+        shared = Plan("BlockTile", bucket, 96, waves=4, step=8, stages=2 if short else 4, teams=2)
+        if _room_for_two(target, shared.shared_bytes(k, group_size, scale_bytes, zeros)):
+            return shared
+    if short:
+        plan = _short_groups_plan(units, bucket, n, k)
+        if plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:
+            return plan
     if n >= 64 * units:
         # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
         # about as much as five rows.
@@ -293,9 +297,8 @@ def _wide_plan(
     )
 
 
-def _short_groups_plans(units: int, bucket: int, n: int, k: int) -> list[Plan]:
-    """For zero points of groups of 32, the best first: mostly steps of eight groups in a ring of two. Measured likewise,
-    G 32."""
+def _short_groups_plan(units: int, bucket: int, n: int, k: int) -> Plan:
+    """For zero points of groups of 32: mostly steps of eight groups in a ring of two. Measured likewise, G 32."""
     few = bucket <= 8
     if n >= 64 * units:
         rows, waves, step, stages = (48, 2, 8, 2) if few else (48, 2, 4, 2)
@@ -303,10 +306,7 @@ def _short_groups_plans(units: int, bucket: int, n: int, k: int) -> list[Plan]:
         rows, waves, step, stages = (32, 4, 8, 3) if few else (48, 4, 8, 2)
     else:
         rows, waves, step, stages = (16 if few and k < _LONG_K else 32), 8, 8, 2
-    plans = [Plan("MmaTile", bucket, rows, waves, step, stages)]
-    if n >= 64 * units and not few:
-        plans.insert(0, Plan("BlockTile", bucket, 96, 4, step=8, stages=2, teams=2))
-    return plans
+    return Plan("MmaTile", bucket, rows, waves, step, stages)
 
 
 def _splits(target: Target, plan: Plan, n: int, k: int) -> int:

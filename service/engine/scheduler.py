@@ -176,9 +176,9 @@ class Scheduler:
         return usual is not None and usual <= self.short_step_s
 
     def commit(self, sequence: Sequence, stop: int) -> None:
-        """Make what is computed of a running sequence, as far as `stop`, known to the prefix cache. Blocks are known by their
-        tokens: a row whose token is still on the device is left out."""
-        full = min(stop, len(sequence.tokens)) // self.block_size
+        """Make what is computed of a running sequence known to the prefix cache: its tokens up to `stop`, beyond which a step
+        may be under way."""
+        full = stop // self.block_size
         if not self.prefix_cache or full == sequence.committed:
             return
         for index in range(sequence.committed, full):

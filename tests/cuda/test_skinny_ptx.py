@@ -326,7 +326,7 @@ PLANTED = {
         "(i * X_COPIED + copied_m)",
         "reads global memory that it may not",
     ),
-    "another row's zero point": ("staged_tile.h", "16 - 4 * g", "12 - 4 * g", "worst"),
+    "another row's zero point": ("staged_tile.h", "at - 4 * g", "at - 4 - 4 * g", "worst"),
     "a stage overwritten while it is read": (
         "mma_tile.h",
         "fetch_w(step + STAGES - 1, last_stage);",

@@ -27,7 +27,7 @@
 //   DotRows        lanes side by side along K, v_dot2: one or two rows of x                                   dot_rows.h
 //   WmmaTile       16x16x16 matrix instructions of RDNA 3 and 4                                              wmma_tile.h
 //   MmaTile        16x8x16 matrix instructions of CUDA, weights staged through shared memory                 mma_tile.h
-//   BlockTile      the same instructions for 17 to 64 rows: waves share x, and cut the rows instead of K    block_tile.h
+//   BlockTile      the same instructions for 9 to 64 rows: waves share x, and cut the rows instead of K     block_tile.h
 //   WarpgroupTile  that with sm_90's instructions of four waves (warpgroup.h)                               block_tile.h
 #pragma once
 

@@ -1,5 +1,6 @@
-// Many rows of x on CUDA: the waves of a block share x. BlockTile has the instructions of MmaTile; WarpgroupTile, on sm_90,
-// those of four waves at a time, which read x from shared memory by themselves and run on beside everything else.
+// 17 and more rows of x on CUDA, of large layers 9: the waves of a block share x. BlockTile has the instructions of MmaTile;
+// WarpgroupTile, on sm_90, those of four waves at a time, which read x from shared memory by themselves and run on beside
+// everything else.
 //
 // x outweighs the weights here, so it is fetched once for all rows of w of a block. A ring of STAGES stages in shared memory
 // belongs to the whole block; a step has one barrier:
@@ -11,7 +12,7 @@
 // own rows, and TEAMS of them share those rows and cut the granules of a step among themselves:
 //
 //            one step of K ->
-//     rows   | wave 0 | wave 4 |      ROWS = 4 x WAVE_ROWS, 8 waves, 2 teams (plans have 2 or 4)
+//     rows   | wave 0 | wave 4 |      ROWS = 4 x WAVE_ROWS, 8 waves, 2 teams (BlockTile's plans have 2 or 4 waves)
 //            | wave 1 | wave 5 |      x tiles, read from shared memory, serve all TILES of 16 rows of a wave
 //            | wave 2 | wave 6 |
 //            | wave 3 | wave 7 |      sums [team][m][row] in shared memory -> one number, as for slices elsewhere

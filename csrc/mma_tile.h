@@ -1,4 +1,5 @@
-// Up to 16 rows of x on CUDA: 16 rows of w are the first operand of the 16x8x16 matrix instruction, 8 rows of x the other.
+// Up to 16 rows of x on CUDA, of large layers up to 8: 16 rows of w are the first operand of the 16x8x16 matrix
+// instruction, 8 rows of x the other.
 //
 // A wave streams its slice through a ring of STAGES stages in shared memory, its own and nobody else's, by asynchronous
 // copies of 16 bytes. One step is 32 STEP k of ROWS rows of w and of the rows of x; the copies of the one STAGES - 1 steps on
@@ -10,12 +11,12 @@
 // multiplies inside one granule, and a sum never meets two groups. The scales and zero points of the whole slice come
 // first, in one go.
 //
-// What becomes of zero points, and of the bias of raw numbers BIAS + q, where those go into the sums:
+// What becomes of zero points, and of the bias of raw numbers (Raw), where those go into the sums:
 //   groups of 32 with zero points
-//                     (BIAS + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
+//                     (bias + z) s sum x comes off the totals for four groups at a time, itself a product of small matrices,
 //                     rows of w x groups times groups x rows of x
-//   32 without them   sums start at -(BIAS + 8) sum x
-//   else, bf16        (BIAS + z) sum x comes off where a group ends; not with short groups and many rows of x
+//   32 without them   sums start at -(bias + 8) sum x
+//   else, bf16        (bias + z) sum x comes off where a group ends; not with short groups and many rows of x
 //   else              there is no bias: every pair becomes q - z, exactly
 //
 // Where the chip can start a launch before the one before it has ended (sm_90), weights are on their way by then; only x,

@@ -184,7 +184,6 @@ NYBBLE_DEV u32 register_of_zero() {
 // fp16: 1024 + q is the bit pattern 0x6400 | q, and 1024 + 16 q is 0x6400 | q << 4: two nibbles need no shift.
 struct Half {
   using Bits = u16;
-  static constexpr int BITS = 11;
   static constexpr bool FINE = true;
   static constexpr u32 MAGIC = 0x64006400;
   static constexpr float BIAS = 1024.0f;
@@ -248,7 +247,6 @@ struct Half {
 // bf16: 128 + q is 0x4300 | q; with 7 bits of mantissa every nibble has to come down to bits 0-3 first.
 struct BFloat {
   using Bits = u16;
-  static constexpr int BITS = 8;
   static constexpr bool FINE = false;
   static constexpr u32 MAGIC = 0x43004300;
   static constexpr float BIAS = 128.0f;
@@ -301,7 +299,6 @@ struct BFloat {
 
 struct Float {  // of scales alone
   using Bits = float;
-  static constexpr int BITS = 24;
   static NYBBLE_METHOD float wide(float value) { return value; }
   static NYBBLE_METHOD u32 fetch(u32 last, const u8* base, u32 offset) { return load<u32>(base, offset); }
   static NYBBLE_METHOD float fetched(u32 bits) { return as_float(bits); }

@@ -92,13 +92,8 @@ NYBBLE_DEV void multiply(BFloat, float (&c)[4], Pair low0, Pair high0, Pair low1
       : "r"(low0), "r"(high0), "r"(low1), "r"(high1), "r"(b0), "r"(b1));
 }
 
-// c += a b with a [16, 4 or 8], b [4 or 8, 8] of fp32, of which the chip looks at the first 11 bits. Lane (g, t) has
-// column t of rows g and g + 8 of a, row t of column g of b; then columns and rows t + 4.
-NYBBLE_DEV void multiply_tf32(float (&c)[4], float low, float high, float b) {
-  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(low)), "r"(__float_as_uint(high)), "r"(__float_as_uint(b)));
-}
+// c += a b with a [16, 8], b [8, 8] of fp32, of which the chip looks at the first 11 bits. Lane (g, t) has columns t and t + 4
+// of rows g and g + 8 of a, rows t and t + 4 of column g of b.
 NYBBLE_DEV void multiply_tf32(float (&c)[4], float low0, float high0, float low1, float high1, float b0, float b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
@@ -242,7 +237,7 @@ struct StagedTile {
       for (int c = 0; c < X_TILES; c++) {
         const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
         multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
-        multiply_tf32(total[tile][c], low.high, high.high, x.low);  // of both low parts nothing would be seen
+        multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
       }
     }
   }

@@ -161,7 +161,7 @@ def _rdna_plan(target: Target, m: int, n: int) -> Plan:
 def _cuda_plan(
     target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
 ) -> Plan:
-    """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), G 128, bf16."""
+    """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), mostly with G 128 and bf16."""
     units, few = target.compute_units, m <= 8
     if units < 1:
         raise ValueError(f"skinny: given {target.arch} with {units} multiprocessors, accepted at least 1")
@@ -169,8 +169,8 @@ def _cuda_plan(
     if m > _TILE_M:
         return _wide_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
     short = group_size == _GRANULE and zeros
-    if n >= 64 * units and not few:
-        # Waves that share x. The next launch finds more room beside two stages; longer groups want them deeper.
+    if n >= 64 * units and not few and k >= _WIDE_LEAST_K:
+        # Waves that share x. In a ring of three stages it took a third longer, with G 128, than in one of four.
         shared = Plan("BlockTile", bucket, 96, waves=4, step=8, stages=2 if short else 4, teams=2)
         if _room_for_two(target, shared.shared_bytes(k, group_size, scale_bytes, zeros)):
             return shared

@@ -292,6 +292,20 @@ def test_large_means_do_not_drown_the_rest(nvrtc):
         assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:16])))
 
 
+def test_what_is_cut_off_of_zero_points_adds_up_to_nothing(nvrtc):
+    """Weights near their zero points, x all of one sign: over a large K any error of one sign would be seen."""
+    n, k = 16, 12288
+    weight, _, x = problem(8, n, k, 32, False, torch.float16)
+    gen = torch.Generator().manual_seed(1)
+    zeros = weight.zeros.to(torch.int64)
+    q = (zeros.repeat_interleave(32, 1) + torch.randint(-2, 3, (n, k), generator=gen)).clamp(0, 15)
+    words = (q.reshape(n, k // 8, 8) << torch.arange(0, 32, 4)).sum(2)
+    weight = replace(weight, q=(words - (words >> 31 << 32)).to(torch.int32))
+    w = pack(weight, arch=ARCH, device=torch.device("cpu"), scale_dtype=torch.float16)
+    y = run(nvrtc, plan(8, step=8, stages=2), x + 10, w)
+    assert_close(y, linear_reference(x + 10, replace(weight, scales=w.scales[:n])))
+
+
 def test_the_same_bits_whatever_comes_first(nvrtc):
     _, w, x = problem(4, 40, 1024, 32, False, torch.bfloat16)
     first, *others = (
@@ -377,6 +391,24 @@ PLANTED_WIDE = {
 }
 
 
+# And of what it does with the zero points of groups of 32.
+PLANTED_TOGETHER = {
+    "a team's zero points taken off with the scales of the other": (
+        "block_tile.h",
+        "group = granule0 / PER_GROUP;",
+        "group = 0;",
+        "worst",
+    ),
+    "sums over x of the group after": ("staged_tile.h", "group % 4 * 2", "(group + 1) % 4 * 2", "worst"),
+    "the part of a zero point that one multiplication loses": (
+        "staged_tile.h",
+        "low.high, high.high, low.low, high.low, x.high",
+        "low.high, high.high, 0, 0, x.high",
+        "worst",
+    ),
+}
+
+
 # And with the instructions of warpgroups.
 PLANTED_WARPGROUPS = {
     "copies that are not shown": (
@@ -415,19 +447,22 @@ def edited(file: str, old: str, new: str) -> Sources:
 
 
 @pytest.mark.parametrize(
-    "one, m, planted",
+    "one, m, mean, planted",
     [
-        *(pytest.param(warpgroups(8), 5, planted, id=name) for name, planted in PLANTED_WARPGROUPS.items()),
-        *(
-            pytest.param(wide(32, waves=4, splits=2, teams=2), 21, planted, id=name)
-            for name, planted in PLANTED_WIDE.items()
-        ),
+        pytest.param(one, m, mean, planted, id=name)
+        for one, m, mean, faults in (
+            (warpgroups(8), 5, 0, PLANTED_WARPGROUPS),
+            (wide(32, waves=4, splits=2, teams=2), 21, 0, PLANTED_WIDE),
+            (wide(16, waves=4, step=8, teams=2, stages=2), 9, 100, PLANTED_TOGETHER),
+        )
+        for name, planted in faults.items()
     ],
 )
-def test_planted_faults_of_many_rows_are_found(one, m, planted, nvrtc):
+def test_planted_faults_of_many_rows_are_found(one, m, mean, planted, nvrtc):
     *edit, words = planted
     source = edited(*edit)
     weight, w, x = problem(m, 24, 1280, 32, False, torch.bfloat16)
+    x = x + mean
     with pytest.raises((Fault, AssertionError), match=words):
         y = run(nvrtc, one, x, w, source=source)
         assert_close(y, linear_reference(x, replace(weight, scales=w.scales[:24])))

@@ -169,6 +169,25 @@ def test_engines_and_plans_of_other_chips():
                 assert_close(y, reference, name=str(plan))
 
 
+@DTYPES
+@pytest.mark.parametrize("g, symmetric", [(32, False), (32, True), (128, True), (128, False)])
+def test_nine_to_sixteen_rows_that_waves_share(g, symmetric, dtype):
+    """The plans of large layers, on a small one whose last block is not full and whose last step is past K."""
+    weight, w = packed_weight(200, 2048 + g, g, symmetric)
+    for m, stages in itertools.product((9, 16), (2, 4)):
+        plan = skinny.Plan("BlockTile", 16, rows=96, waves=4, step=8, stages=stages, teams=2)
+        x = activations(m, 2048 + g, dtype)
+        y = skinny.bind(plan, x, w.words, w.scales, w.zeros, None, g)(x)
+        assert_close(y, linear_reference(x.cpu(), weight), name=f"M={m}, {stages} stages")
+
+
+def test_a_layer_large_enough_for_them():
+    n = 64 * torch.cuda.get_device_properties(GPU).multi_processor_count
+    weight, w = packed_weight(n, 1024, 32, False)
+    x = activations(11, 1024, torch.bfloat16)
+    assert_close(run(x, w), linear_reference(x.cpu(), weight))
+
+
 def test_empty():
     _, w = packed_weight(24, 128, 64, True)
     x = torch.empty(0, 128, dtype=torch.float16, device=GPU)

@@ -319,7 +319,7 @@ _BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: the others have the plan of the nex
 # Layers whose programs are those of all layers up to the last K: rows of w per unit between which plans change, and K at
 # which shared memory takes smaller blocks.
 _ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144)
-_EVERY_K = (512, 2048, 4096, 8192, 12288, 16384, 20480, 28672)
+_EVERY_K = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 28672)
 _ANY_UNITS = 64
 
 

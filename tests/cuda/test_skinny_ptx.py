@@ -300,7 +300,9 @@ def test_what_is_cut_off_of_zero_points_adds_up_to_nothing(nvrtc):
     zeros = weight.zeros.to(torch.int64)
     q = (zeros.repeat_interleave(32, 1) + torch.randint(-2, 3, (n, k), generator=gen)).clamp(0, 15)
     words = (q.reshape(n, k // 8, 8) << torch.arange(0, 32, 4)).sum(2)
-    weight = replace(weight, q=(words - (words >> 31 << 32)).to(torch.int32))
+    weight = replace(
+        weight, q=(words - (words >> 31 << 32)).to(torch.int32), scales=torch.full((n, k // 32), 0.01)
+    )
     w = pack(weight, arch=ARCH, device=torch.device("cpu"), scale_dtype=torch.float16)
     y = run(nvrtc, plan(8, step=8, stages=2), x + 10, w)
     assert_close(y, linear_reference(x + 10, replace(weight, scales=w.scales[:n])))

@@ -198,11 +198,32 @@ FAULTS = (
         "tests/engine/test_engine_ahead.py -k begins_again",
     ),
     Fault(
-        "prompts go ahead however long their steps are",
+        "a step of two passes is followed",
+        "service/engine/engine.py",
+        " or len(last.flight) > 1:",
+        ":",
+        "tests/engine/test_engine_ahead.py -k two_passes",
+    ),
+    Fault(
+        "a row that is left is passed over",
         "service/engine/scheduler.py",
-        "return usual is not None and usual <= self.short_step_s",
-        "return True",
-        "tests/engine/test_scheduler.py -k parts_of_a_prompt_follow",
+        "any(s.pending == 1 for s in self.running) or ",
+        "",
+        "tests/engine/test_scheduler.py -k one_row_left",
+    ),
+    Fault(
+        "who waits for a prefix misses the step after it is there",
+        "service/engine/scheduler.py",
+        "if (step.prefill and self._prefix_awaited) or ",
+        "if ",
+        "tests/engine/test_scheduler.py -k waits_for_a_prefix",
+    ),
+    Fault(
+        "a prompt raises the limit for itself",
+        "service/engine/scheduler.py",
+        "len(candidates) - 1,",
+        "len(candidates),",
+        "tests/engine/test_pacing.py -k for_itself",
     ),
     Fault(
         "rows beside streams whatever they take",
@@ -417,8 +438,8 @@ FAULTS = (
     Fault(
         "newcomers not counted in what a step may take",
         "service/engine/pacing.py",
-        "self._growing = then / usual if then > usual > 0 else 1.0",
-        "self._growing = 1.0",
+        "growth = then / usual if then > usual > 0 else 1.0",
+        "growth = 1.0",
         "tests/engine/test_pacing.py -k many_that_come",
     ),
     Fault(

@@ -192,7 +192,9 @@ class Engine:
             if self._launched is not None:  # it goes on from this one
                 self._reset(self._launched)
                 self._launched = None
-            return self._survive(error, launched)
+            outputs = self._survive(error, launched)
+            self._collected_s = perf_counter()  # what that took is no step's time
+            return outputs
         self._failed_in_a_row = 0
         self._observe(launched)
         results = [r for r in results if r.sequence in launched.before and self._runs(r.sequence)]
@@ -215,7 +217,8 @@ class Engine:
         self._collected_s = now
         streams = launched.step.decode
         positions = sum(launched.before.get(s, s.computed) for s in streams)
-        self._scheduler.pacer.observe(seconds, len(streams), launched.rows, positions)
+        growth = launched.step.growth
+        self._scheduler.pacer.observe(seconds, len(streams), launched.rows, positions, growth)
 
     def _drop_ahead(self, sequence: Sequence) -> None:
         """What was launched ahead went on from another token than the sequence has: its row is computed again."""

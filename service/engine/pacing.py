@@ -159,7 +159,7 @@ class Budget:
 
     cost: seconds of prompts' rows. rows: at most; seconds: what they may take, None for any time; spare: seconds that rows
     may add to the pass in any case, which takes mere(context) for hardly any; in_blocks: whether chunks end where blocks do,
-    if they can.
+    if they can. growth: how many times longer steps are when those that could get rows are streams.
     """
 
     def __init__(
@@ -170,7 +170,9 @@ class Budget:
         spare: float = 0.0,
         mere: Callable[[int], float] = lambda context: 0.0,
         in_blocks: bool = True,
+        growth: float = 1.0,
     ) -> None:
+        self.growth = growth
         self._cost = cost
         self._rows = rows
         self._seconds = seconds
@@ -240,7 +242,6 @@ class Pacer:
     def __init__(self, most: int, most_busy: int, times: PassTimes | None = None) -> None:
         self._times = times
         self._factor = 1.0
-        self._growing = 1.0  # at the last budget
         self.most = most
         self.most_busy = most_busy
         self.model = CostModel()
@@ -265,19 +266,24 @@ class Pacer:
             # Streams came from prompts, so prompts have been measured; but nothing to compare them with yet.
             usual = self.model.seconds([Rows(1, 0)])
         then = self.usual(streams + newcomers, positions + coming) or 0.0
-        self._growing = then / usual if then > usual > 0 else 1.0
-        soon = usual * self._growing
-        seconds, spare = self.ratio * soon - usual, LEAST_SHARE * usual
+        growth = then / usual if then > usual > 0 else 1.0
+        seconds, spare = self.ratio * growth * usual - usual, LEAST_SHARE * usual
         if self._times is not None:
             # A stream's row more, and the last block of a pass would be another pass: its other rows would be padding.
             added = self._added(streams, usual)
             most = self._room(streams)
-            return Budget(
-                added, most, seconds, spare, lambda context: added([Rows(1, context)]), in_blocks=False
-            )
+
+            def mere(context: int) -> float:
+                return added([Rows(1, context)])
+
+            return Budget(added, most, seconds, spare, mere, in_blocks=False, growth=growth)
         last = self._last_busy
         most = min(self.most, last + max(int(last * _GROWTH), _LEAST_GROWTH) if last else _FIRST_ROWS)
-        return Budget(self.model.seconds, most, seconds, spare, lambda context: self.model.coefficients[0])
+
+        def fixed(context: int) -> float:
+            return self.model.coefficients[0]
+
+        return Budget(self.model.seconds, most, seconds, spare, fixed, growth=growth)
 
     def _room(self, streams: int) -> int:
         """Most prompt rows: as many as fit into one pass with the streams', where any do."""
@@ -302,19 +308,23 @@ class Pacer:
         then = self._times.step(known.streams, known.positions)
         return known.seconds * self._times.step(streams, positions) / then
 
-    def observe(self, seconds: float, streams: int, prompts: list[Rows], positions: int = 0) -> None:
-        """What a step took. positions: that its streams read together."""
+    def observe(
+        self, seconds: float, streams: int, prompts: list[Rows], positions: int = 0, growth: float = 1.0
+    ) -> None:
+        """What a step took. positions: that its streams read together; growth: of its budget."""
         if not prompts:
             self._observe_usual(seconds, streams, positions)
         elif not streams:
             self.model.observe(prompts, seconds)
         else:
-            self._observe_busy(seconds, streams, prompts, positions)
+            self._observe_busy(seconds, streams, prompts, positions, growth)
 
-    def _observe_busy(self, seconds: float, streams: int, prompts: list[Rows], positions: int) -> None:
+    def _observe_busy(
+        self, seconds: float, streams: int, prompts: list[Rows], positions: int, growth: float
+    ) -> None:
         usual = self.usual(streams, positions) or 0.0
         self._last_busy = sum(r.count for r in prompts)
-        near = usual > 0 and seconds > _NEAR * self._growing * usual
+        near = usual > 0 and seconds > _NEAR * growth * usual
         self.ratio = (
             max(self.ratio * _LOWER, LEAST_STEP_RATIO) if near else min(self.ratio + _RAISE, STEP_RATIO)
         )

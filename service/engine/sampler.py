@@ -90,8 +90,8 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None
 def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: Rows[int] = ()) -> Draft:
     """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row holds an infinity or a NaN.
 
-    ahead: of every row, its token's place behind the next one of its sequence; all next ones by default. logits may be overwritten by what the device runs
-    after this call.
+    ahead: of every row, its token's place behind the next one of its sequence; all next ones by default. logits may be
+    overwritten by what the device runs after this call.
     """
     params = [s.request.sampling for s in sequences]
     special = [r for r, p in enumerate(params) if _needs_work(p)]

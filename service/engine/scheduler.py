@@ -44,10 +44,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """decode: one row each. prefill: chunks of prompts."""
+    """decode: one row each. prefill: chunks of prompts. growth: see Budget."""
 
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
+    growth: float = 1.0
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
@@ -113,9 +114,7 @@ class Scheduler:
         self.preemptions = 0
         self.queries_tokens = 0
         self.hits_tokens = 0
-        # Launching takes the host about a millisecond. While steps with prompts are longer than a few, it is not worth it that
-        # who comes meanwhile waits for one step more.
-        self.short_step_s = 0.008
+        self._prefix_awaited = False  # by some of those that were looked at last
         self._clock = clock
         self._steps = 0
         self._looked_at = -_LOOK_EVERY
@@ -149,31 +148,30 @@ class Scheduler:
 
     def follow(self, step: Step, max_model_len: int) -> Step | None:
         """The step after one whose tokens are still on the device: a row of every sequence that got one and does not end
-        with it, and prompts' rows beside them. None where it takes the tokens to tell, where a sequence would have to make
-        way, and where the device is busy for so long that a newcomer is better waited for."""
+        with it, and prompts' rows beside them. None where it takes the tokens, or what the step computes, to tell who is
+        next, where a sequence would have to make way, and where nobody waits for a token."""
         running = set(self.running)
         rows = [*step.decode, *(chunk.sequence for chunk in step.prefill)]
         told = [s for s in rows if s in running and not s.pending]
+        # One row that is left is a stream's: of a prompt that is nearly done, or of a token that was drawn again.
         if any(s.pending == 1 for s in self.running) or any(s.needs_its_tokens for s in told):
             return None
         decode = [s for s in told if not s.is_full(max_model_len, ahead=1)]
         if self.waiting and len(decode) < len(told):
             return None
         candidates = self._candidates()
-        if candidates and (any(c.instead_of for c in candidates) or not self._are_short(decode)):
-            self._looked_at = -_LOOK_EVERY  # schedule() is to find them again
+        if any(candidate.instead_of for candidate in candidates):
+            self._looked_at = -_LOOK_EVERY  # schedule() is to find it again
+            return None
+        # Who waits for a prefix can start when it is there. Scores are read at once, so launching them would wait.
+        if (step.prefill and self._prefix_awaited) or any(c.sequence.scored is not None for c in candidates):
             return None
         if not decode or not all(self._grow(s, 1, preempt=False) for s in decode):
             return None
         self._steps += 1
         step = Step(decode)
-        self._prefill(step, candidates, preempt=False)
+        self._prefill(step, candidates)
         return step
-
-    def _are_short(self, streams: list[Sequence]) -> bool:
-        """Whether steps of these are known to be."""
-        usual = self.pacer.usual(len(streams), sum(s.computed for s in streams))
-        return usual is not None and usual <= self.short_step_s
 
     def commit(self, sequence: Sequence, stop: int) -> None:
         """Make what is computed of a running sequence known to the prefix cache: its tokens up to `stop`, beyond which a step
@@ -200,14 +198,17 @@ class Scheduler:
         self.preemptions += 1
 
     def _candidates(self) -> list[_Candidate]:
-        return [_Candidate(s, s.computed) for s in self.running if s.pending > 1] + self._newcomers()
+        """The prompts that could get rows: those that have begun, and newcomers."""
+        begun = [_Candidate(s, s.computed) for s in self.running if s.pending > 1]
+        self._prefix_awaited = False
+        return begun + self._newcomers() if self.waiting else begun
 
-    def _prefill(self, step: Step, candidates: list[_Candidate], preempt: bool = True) -> None:
-        """Fill the rest of the step with prompt rows. preempt: of a step that has none yet, whether sequences may have to give
-        their blocks for it."""
+    def _prefill(self, step: Step, candidates: list[_Candidate]) -> None:
+        """Fill the rest of the step with prompt rows."""
         if not candidates:
             return
-        # One, the longest, is not counted among what is to come: a limit that it raised for itself would stand for all of its time.
+        # One, the longest, is not counted among what is to come: a limit that it raised for itself would stand for all of
+        # its time.
         lengths = [len(c.sequence.tokens) for c in candidates]
         budget = self.pacer.budget(
             len(step.decode),
@@ -215,6 +216,7 @@ class Scheduler:
             sum(s.computed for s in step.decode),
             sum(lengths) - max(lengths),
         )
+        step.growth = budget.growth
         oldest = candidates[0]
         if len(candidates) > 1:
             budget.hold(len(oldest.sequence.tokens) - oldest.context, oldest.context, _OLDEST_SHARE)
@@ -223,7 +225,7 @@ class Scheduler:
             if candidate is oldest:
                 budget.let_go()
             if candidate.sequence in self.running:
-                stalled |= not self._continue(step, candidate.sequence, budget, preempt)
+                stalled |= not self._continue(step, candidate.sequence, budget)
             # A prompt that waits for blocks must not lose them to a newcomer.
             elif candidate.sequence in self.waiting and not stalled:
                 self._begin(step, candidate, budget)
@@ -238,6 +240,7 @@ class Scheduler:
                 break
             shared = self._shareable(sequence)
             if self._in_progress(sequence, shared):
+                self._prefix_awaited = True
                 continue
             room -= self._needed(sequence, shared)
             if room < 0:
@@ -329,12 +332,12 @@ class Scheduler:
             return False
         return sequence.block_key(len(shared), self.block_size) in self._computing
 
-    def _continue(self, step: Step, sequence: Sequence, budget: Budget, preempt: bool) -> bool:
+    def _continue(self, step: Step, sequence: Sequence, budget: Budget) -> bool:
         """The next rows of a prompt that has begun. False when there were no blocks for them."""
         count = budget.take(sequence.pending, sequence.computed, self.block_size)
         if not count:
             return True
-        if not self._grow(sequence, count, preempt and not step):
+        if not self._grow(sequence, count, preempt=not step):
             budget.give_back()
             return False
         self._claim(sequence, sequence.computed + count)

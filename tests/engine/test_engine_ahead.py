@@ -125,6 +125,15 @@ def test_the_parts_of_a_prompt_beside_streams_are_launched_ahead_too(expected, r
     assert events.count("launch") <= 3 and events.count("launch ahead") > 50 // rows
 
 
+def test_a_step_of_two_passes_is_not_followed(expected):
+    """Where prompts and streams do not share one, tokens are in two places on the device."""
+    engine = make(ahead=True)
+    engine.runner.model.attention.mixes_rows = False
+    requests = STEADY[:6]
+    assert answers(engine, requests, stagger=2) == {r.request_id: expected[r.request_id] for r in requests}
+    assert steps_ahead(engine) > 0
+
+
 def with_a_stream():
     """An engine in the middle of its answer."""
     engine = make(ahead=True)
@@ -261,7 +270,7 @@ def test_a_pause_after_all_have_left_is_no_step(steps):
         engine.step()
     engine.abort("gone")
     events, observed = events_of(engine), []
-    engine._scheduler.pacer.observe = lambda seconds, streams, prompts, positions: observed.append(
+    engine._scheduler.pacer.observe = lambda seconds, streams, prompts, *rest: observed.append(
         (streams, prompts)
     )
     engine.add(request("later", (9, 8), 2))

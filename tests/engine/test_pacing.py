@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 
+from nybble.service.engine import pacing
 from nybble.service.engine.kv_blocks import BlockPool
 from nybble.service.engine.pacing import Budget, CostModel, Pacer, PassTime, PassTimes, Rows
 from nybble.service.engine.protocol import Request, SamplingParams
@@ -129,7 +130,7 @@ class Clock:
         seconds = self.device.seconds(streams, [s.computed for s in step.decode], rows)
         seconds *= 1 + self.noise * self.random.uniform(-1, 1)
         self.now += seconds
-        self.pacer.observe(seconds, streams, rows, sum(s.computed for s in step.decode))
+        self.pacer.observe(seconds, streams, rows, sum(s.computed for s in step.decode), step.growth)
         self.chunks.append({c.sequence.id: c.count for c in step.prefill})
         got = list(step.decode) + [c.sequence for c in step.prefill if c.completes]
         for s in step.decode:
@@ -261,6 +262,33 @@ def test_a_full_house_that_comes_at_once_is_not_kept_waiting_for_rows_that_fit_b
     while not all(s.output_len for s in prompts):
         clock.step()
         assert clock.now - started < most_s
+
+
+def test_a_prompt_does_not_raise_the_limit_for_itself():
+    """It will be a second stream, and steps of two take twice as long: its rows are those that one stream's steps allow."""
+    clock = Clock(Staircase())
+    clock.pacer._times = PassTimes({1: 2e-3, 31: 4e-3}, Staircase().times.mixed, 512)
+    clock.add("stream", 100)
+    while len(clock.token_times["stream"]) < 30:
+        clock.step()
+    clock.add("long", 4096, max_tokens=1)
+    clock.step()
+    assert clock.chunks[-1]["long"] == 63
+    clock.add("another", 4096, max_tokens=1)
+    clock.step()
+    assert sum(clock.chunks[-1].values()) > 63
+
+
+def test_a_step_is_judged_by_the_growth_of_its_own_budget():
+    """The budget after it may be for fewer newcomers: it comes first where steps are launched ahead."""
+    pacer = Pacer(512, 0, PassTimes({1: 2e-3, 31: 4e-3}, Staircase().times.mixed, 512))
+    pacer.observe(2e-3, 1, [])
+    growth = pacer.budget(1, newcomers=1).growth
+    assert growth == 2 and pacer.budget(1).growth == 1
+    pacer.observe(8e-3, 1, [Rows(127, 0)], growth=growth)
+    assert pacer.ratio == pacing.STEP_RATIO
+    pacer.observe(8e-3, 1, [Rows(127, 0)], growth=1)
+    assert pacer.ratio < pacing.STEP_RATIO
 
 
 def test_a_device_that_becomes_slower_gets_smaller_chunks_within_a_few_steps():

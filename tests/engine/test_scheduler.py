@@ -424,43 +424,69 @@ def test_a_first_tokens_row_follows_its_prompt():
     assert following.decode == [q] and not following.prefill
 
 
-def fast(s, seconds=0.004):
-    """Its steps without prompts are known to take so long."""
-    s.pacer.observe(seconds, 1, [])
-
-
-@pytest.mark.parametrize(("seconds", "parts"), [(0.004, [8, 8, 8]), (0.02, []), (None, [])])
-def test_parts_of_a_prompt_follow_beside_streams_where_steps_are_short(seconds, parts):
-    """Of long ones a newcomer would wait for one more. Its last row alone is left to the next step that knows all tokens."""
-    a, long = sequence("a", 3), sequence("long", 1 + 4 * 8)
+def test_parts_of_a_prompt_follow_beside_streams():
+    a, long = sequence("a", 3), sequence("long", 2 + 4 * 8)
     s, step = steady(a)
-    if seconds is not None:
-        fast(s, seconds)
     s.running.append(long)
     found = []
-    while (step := s.follow(step, LIMIT)) is not None:
-        assert step.decode == [a]
-        found += [c.count for c in step.prefill]
-        told = launch(step)
+    while long.pending:
+        following = s.follow(step, LIMIT)
+        assert following.decode == [a]
+        found += [c.count for c in following.prefill]
+        launch(following)
+        a.append(1)  # the token of the step before
         assert len(a.blocks) * BLOCK >= a.computed and len(long.blocks) * BLOCK >= long.computed
-        told()
-    assert found == parts + [8] * bool(parts)
+        step = following
+    assert found == [8, 8, 8, 8, 2] and s.follow(step, LIMIT).decode == [a, long]
+
+
+def test_one_row_left_of_a_prompt_is_a_streams_row_and_not_passed_over():
+    a, long = sequence("a", 3), sequence("long", 1 + 8)
+    s, step = steady(a)
+    s.running.append(long)
+    step = s.follow(step, LIMIT)
+    assert [c.count for c in step.prefill] == [8]
+    told = launch(step)
+    a.append(1)
+    assert s.follow(step, LIMIT) is None
+    told()
+    assert s.schedule().decode == [a, long]
 
 
 def test_prompts_without_streams_are_not_followed():
-    """Their steps are longer, and a newcomer would wait for one more."""
+    """Nobody waits for the tokens of such a step."""
     s = scheduler()
-    fast(s)
     s.add(sequence("long", 30))
     step = s.schedule()
     launch(step)
     assert s.follow(step, LIMIT) is None
 
 
+def test_who_waits_for_a_prefix_is_in_the_step_after_it_is_there():
+    a, maker, waiter = sequence("a", 3), sequence("maker", 8, first=7), sequence("waiter", 9, first=7)
+    s, _ = steady(a)
+    a.append(1)
+    for q in (maker, waiter):
+        s.add(q)
+    step = s.schedule()
+    assert [c.sequence for c in step.prefill] == [maker] and waiter in s.waiting
+    told = launch(step)
+    assert s.follow(step, LIMIT) is None
+    told()
+    s.commit(maker, maker.computed)
+    assert [c.sequence for c in s.schedule().prefill] == [waiter]
+
+
+def test_a_prompt_that_is_scored_is_not_followed_by_its_next_part():
+    """Its scores are read where it is launched, which would wait for the step before."""
+    s, step = steady(sequence("a", 3))
+    s.running.append(Sequence(Request("b", tuple(range(30)), SamplingParams(1, prompt_logprobs=0), 0.0), ()))
+    assert s.follow(step, LIMIT) is None
+
+
 def test_a_newcomer_that_finds_a_place_begins_in_the_step_that_follows():
     a, b = sequence("a", 3), sequence("b", 3)
     s, step = steady(a, max_running=2)
-    fast(s)
     s.add(b)
     step = s.follow(step, LIMIT)
     assert step.decode == [a] and [c.sequence for c in step.prefill] == [b] and names(s) == ["a", "b"]
@@ -506,7 +532,7 @@ def test_who_waits_for_blocks_alone_keeps_nobody_from_running_ahead():
     assert s.follow(step, LIMIT).decode == step.decode
     s.add(sequence("narrow", 2))
     s.waiting.reverse()
-    assert s.follow(step, LIMIT) is None
+    assert [c.sequence.id for c in s.follow(step, LIMIT).prefill] == ["narrow"]
 
 
 def test_while_steps_run_ahead_who_waits_is_looked_at_as_often_as_ever():
@@ -543,7 +569,6 @@ def test_nobody_is_preempted_for_running_ahead():
 def test_nor_for_a_prompt_that_goes_ahead():
     a, long = sequence("a", 2), sequence("long", 30)
     s, step = steady(a, blocks=2)
-    fast(s)
     s.running.append(long)
     s.pool.extend(long.blocks, 1)
     long.computed = BLOCK

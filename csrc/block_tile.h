@@ -242,8 +242,7 @@ struct BlockTile {
           NYBBLE_UNROLL
           for (int tile = 0; tile < TILES; tile++) {
             float (&s)[4] = into[tile][c];
-            NYBBLE_UNROLL
-            for (int v = 0; !SCALED && (j + i) % RUN == 0 && v < 4; v++) s[v] = 0;
+            if (!SCALED && (j + i) % RUN == 0) s[0] = s[1] = s[2] = s[3] = 0;
             Staged::add(s, pair[tile][0], pair[tile][1], x);
           }
         }

@@ -60,7 +60,7 @@ FAULTS = (
     Fault(
         "a step ahead draws the number of the token before",
         "service/engine/sampler.py",
-        "sequences[r].uniform(ahead[r] if ahead else 0)",
+        "sequences[r].uniform(int(r < ahead))",
         "sequences[r].uniform()",
         f"{AHEAD_TESTS} -k 'no_answer_tells and steady'",
     ),

@@ -41,7 +41,7 @@ _AHEAD_AGAIN = 256
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A step on its way through the device. before: how far its sequences were computed; the rows of one that is no longer
-    in there are dropped."""
+    in there are dropped. started_s: when the call of Engine.step that launched it began."""
 
     step: Step
     flight: Flight
@@ -136,7 +136,7 @@ class Engine:
         launched, self._launched = self._launched or self._launch(outputs, started), None
         if launched is not None:
             if self._runner.runs_ahead:
-                self._launched = self._launch_ahead(launched)
+                self._launched = self._launch_ahead(launched, started)
             outputs += self._finish_step(launched)
         if not self._sequences:
             self._launched = None  # nobody waits for it
@@ -146,13 +146,13 @@ class Engine:
         self._overhead_seconds += perf_counter() - started - (self._runner.forward_seconds - forward_before)
         return tuple(outputs)
 
-    def _launch(self, outputs: list[StepOutput], since: float) -> _Launched | None:
+    def _launch(self, outputs: list[StepOutput], started: float) -> _Launched | None:
         """The next step, started; None when there is nothing to run or no memory to run it. A request that has to end
-        for lack of memory is added to outputs. since: from when on streams wait for it, if the last one is not later."""
+        for lack of memory is added to outputs."""
         step = self._scheduler.schedule()
         if not step:
             return None
-        launched = self._about_to_launch(step, max(since, self._collected_s))
+        launched = self._about_to_launch(step, started)
         try:
             launched.flight.extend(self._runner.launch(step))
         except Exception as error:
@@ -160,14 +160,14 @@ class Engine:
             return None
         return launched
 
-    def _launch_ahead(self, last: _Launched) -> _Launched | None:
+    def _launch_ahead(self, last: _Launched, started: float) -> _Launched | None:
         """The step after `last`, started before the host has last's tokens; None where it has to wait for them."""
         if self._steps < self._ahead_from or len(last.flight) > 1:
             return None
         step = self._scheduler.follow(last.step, self.info.max_model_len)
         if step is None:
             return None
-        launched = self._about_to_launch(step, perf_counter())
+        launched = self._about_to_launch(step, started)
         try:
             launched.flight.extend(self._runner.launch(step, after=last.flight))
         except Exception as error:
@@ -177,12 +177,12 @@ class Engine:
         self._steps_ahead += 1
         return launched
 
-    def _about_to_launch(self, step: Step, started_s: float) -> _Launched:
+    def _about_to_launch(self, step: Step, started: float) -> _Launched:
         every = self.gemm_sample_every
         RECORDER.sampling = every > 0 and self._steps % every == 0
         rows = [Rows(c.count, c.sequence.computed) for c in step.prefill]
         before = {s: s.computed for s in (*step.decode, *(c.sequence for c in step.prefill))}
-        return _Launched(step, [], before, rows, started_s)
+        return _Launched(step, [], before, rows, started)
 
     def _finish_step(self, launched: _Launched) -> list[StepOutput]:
         outputs: list[StepOutput] = []

@@ -272,18 +272,25 @@ class Pacer:
             # A stream's row more, and the last block of a pass would be another pass: its other rows would be padding.
             added = self._added(streams, usual)
             most = self._room(streams)
-
-            def mere(context: int) -> float:
-                return added([Rows(1, context)])
-
-            return Budget(added, most, seconds, spare, mere, in_blocks=False, growth=growth)
+            return Budget(
+                added,
+                most,
+                seconds,
+                spare,
+                lambda context: added([Rows(1, context)]),
+                in_blocks=False,
+                growth=growth,
+            )
         last = self._last_busy
         most = min(self.most, last + max(int(last * _GROWTH), _LEAST_GROWTH) if last else _FIRST_ROWS)
-
-        def fixed(context: int) -> float:
-            return self.model.coefficients[0]
-
-        return Budget(self.model.seconds, most, seconds, spare, fixed, growth=growth)
+        return Budget(
+            self.model.seconds,
+            most,
+            seconds,
+            spare,
+            lambda context: self.model.coefficients[0],
+            growth=growth,
+        )
 
     def _room(self, streams: int) -> int:
         """Most prompt rows: as many as fit into one pass with the streams', where any do."""

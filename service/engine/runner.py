@@ -317,7 +317,6 @@ class Runner:
         last_rows = []
         done = []
         unknown = 0 if on_device is None else len(on_device)  # ids, of the first chunks
-        ahead = []  # tokens of those done that the host does not know
         scored: list[tuple[Sequence, range, int]] = []  # positions, and the row of the first
         for i, chunk in enumerate(chunks):
             s = chunk.sequence
@@ -330,7 +329,6 @@ class Runner:
             if chunk.completes:
                 last_rows.append(len(ids) - 1)
                 done.append(s)
-                ahead.append(int(i < unknown))
         # All rows where prompts are scored, and where all are wanted; fixed batches have their own.
         all_rows = self._static is None and len(last_rows) == len(ids)
         rows = None if scored or all_rows else last_rows
@@ -349,7 +347,7 @@ class Runner:
         self.forward_seconds += perf_counter() - started
         for chunk in chunks:
             chunk.sequence.computed += chunk.count
-        return done, draw(logits, done, ahead) if done else Draft([])
+        return done, draw(logits, done, ahead=unknown) if done else Draft([])
 
     def _logits(self, kind: str, batch: Batch) -> torch.Tensor:
         """[R, V], R at least the rows asked for."""

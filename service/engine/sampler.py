@@ -87,18 +87,18 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Token | None
     return draw(logits, sequences).tokens()
 
 
-def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: Rows[int] = ()) -> Draft:
+def draw(logits: torch.Tensor, sequences: Rows[Sequence], ahead: int = 0) -> Draft:
     """logits [R, V], row r belongs to sequences[r] -> one Token a row; None where the row holds an infinity or a NaN.
 
-    ahead: of every row, its token's place behind the next one of its sequence; all next ones by default. logits may be
-    overwritten by what the device runs after this call.
+    ahead: of so many rows, the first, the token is the one behind the next of its sequence. logits may be overwritten by
+    what the device runs after this call.
     """
     params = [s.request.sampling for s in sequences]
     special = [r for r, p in enumerate(params) if _needs_work(p)]
     wanted = [r for r, p in enumerate(params) if p.logprobs is not None]
     if not special and not wanted:
         return _greedy(logits)
-    uniform = [sequences[r].uniform(ahead[r] if ahead else 0) for r in special]
+    uniform = [sequences[r].uniform(int(r < ahead)) for r in special]
     # Rows that may be drawn again are looked at again when they are read.
     scores = logits.to(torch.float32, copy=any(p.top_p < 1 for p in params))
     return _draw(scores, _best(logits), sequences, special, uniform, wanted, _TOP_P_CANDIDATES)

@@ -176,6 +176,7 @@ class Scheduler:
     def commit(self, sequence: Sequence, stop: int) -> None:
         """Make what is computed of a running sequence known to the prefix cache: its tokens up to `stop`, beyond which a step
         may be under way."""
+        assert stop <= len(sequence.tokens), "a block is known by its tokens"
         full = stop // self.block_size
         if not self.prefix_cache or full == sequence.committed:
             return

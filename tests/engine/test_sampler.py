@@ -274,7 +274,7 @@ def test_a_row_that_is_drawn_again_says_so_and_needs_no_logits_any_more(monkeypa
 def test_a_row_one_place_ahead_draws_the_number_of_its_place():
     logits = torch.zeros(1, 1000)
     early, late = (sequence(temperature=1.0, seed=4) for _ in range(2))
-    ahead = sampler.draw(logits, [early], ahead=[1]).tokens()
+    ahead = sampler.draw(logits, [early], ahead=1).tokens()
     first = sample(logits, [early])
     assert first == sample(logits, [late]) != ahead
     late.append(0)

@@ -575,3 +575,19 @@ def test_nor_for_a_prompt_that_goes_ahead():
     following = s.follow(step, LIMIT)
     assert following.decode == [a] and not following.prefill and not s.preemptions
     assert names(s) == ["a", "long"]
+
+
+def test_a_block_is_not_known_before_its_last_token_is():
+    q = sequence("a", 2 * BLOCK - 2)
+    s, step = steady(q)
+    collected = q.computed
+    launch(s.follow(step, LIMIT))
+    assert q.computed == 2 * BLOCK and len(q.tokens) == 2 * BLOCK - 1
+    with pytest.raises(AssertionError, match="known by its tokens"):
+        s.commit(q, q.computed)
+    s.commit(q, collected)
+    assert q.committed == 1
+    q.append(7)
+    s.commit(q, q.computed)
+    assert q.committed == 2
+    assert s.pool.find(q.block_key(i, BLOCK) for i in range(2)) == q.blocks[:2]

@@ -52,6 +52,7 @@ struct BlockTile {
   static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;   // and side_bytes()
   static constexpr int PITCH = ROWS + 4;                              // of sums: lanes meet in no bank
   static_assert(M % 8 == 0 && ROWS % (16 * ROW_WAVES) == 0 && WAVES % TEAMS == 0 && STEP % (2 * TEAMS) == 0);
+  static_assert(!TOGETHER || SHARE <= 8);  // of Column
   static_assert(!WARPGROUPS || (ROW_WAVES % 4 == 0 && AHEAD > 0 && Staged::STAGE_BYTES % SWIZZLED_BYTES == 0));
 
   // First of the 16 rows of a tile of one wave's. Tiles of a warpgroup have 64.
@@ -149,7 +150,8 @@ struct BlockTile {
 
     u32 stage = ring, next_stage = ring + AHEAD * Staged::STAGE_BYTES;
     if (steps == 0) return;
-    const Lane lane(wave_index());
+    const u32 none = u32(p.splits) >> 31;  // 0, but not a constant, as far as the compiler can tell
+    const Lane lane(wave_index(), none);
     int step = 0;
     do {
       wait_for_copies<AHEAD - 1>();
@@ -160,7 +162,6 @@ struct BlockTile {
         fetch_x(step + AHEAD, next_stage);
       }
       end_copies();
-      const u32 none = u32(p.splits) >> 31;
       if constexpr (WARPGROUPS) {
         multiply_step_in_warpgroups(lane, stage, step, scales, zeros, none);
       } else {
@@ -180,7 +181,7 @@ struct BlockTile {
     int row, group;                         // row g of the wave's first tile
     typename Staged::Column column[SHARE];  // TOGETHER
 
-    NYBBLE_METHOD explicit Lane(int wave) {
+    NYBBLE_METHOD Lane(int wave, u32 none) {
       const int lane = lane_index(), g = lane / 4, granule0 = TEAMS == 1 ? 0 : wave / ROW_WAVES * SHARE;
       t = lane % 4, row = tile_row(wave, 0) + g, group = granule0 / PER_GROUP;
       if constexpr (WARPGROUPS) {
@@ -192,11 +193,11 @@ struct BlockTile {
         x = Staged::W_BYTES + x_place(g, 4 * granule0 + t);
       }
       NYBBLE_UNROLL
-      for (int i = 0; i < SHARE && TOGETHER; i++) column[i] = typename Staged::Column(i);
+      for (int i = 0; i < SHARE && TOGETHER; i++) column[i] = typename Staged::Column(i, none);
     }
   };
 
-  // This wave's share of a step. none: 0, but not a constant, as far as the compiler can tell.
+  // This wave's share of a step.
   NYBBLE_METHOD void multiply_step(const Lane& lane, u32 stage, u32 step, const u8* scales, const u8* zeros, u32 none) {
     scales += Staged::scale_place(lane.row, step, lane.group);
     zeros += Staged::zero_place(lane.row / 8, step, lane.group);
@@ -254,12 +255,11 @@ struct BlockTile {
           so_far = fmaf(side[tile][v % 4 / 2].scale(i), sum[tile][c][v % 4], so_far);
         }
       }
-    }
-    if constexpr (TOGETHER) {
-      NYBBLE_UNROLL
-      for (int four = 0; four < SHARE / 4; four++) {
-        Staged::take_off(total, sum_of_t, four, scales + lane.t * SCALE_BYTES, zeros + lane.t * 4,
-                         Raw<Type>::ZERO_MASK + none);
+      if constexpr (TOGETHER) {
+        if (j % 4 == 2) {
+          Staged::take_off(total, sum_of_t, j / 4, scales + lane.t * SCALE_BYTES, zeros + lane.t * 4,
+                           Raw<Type>::ZERO_MASK + none);
+        }
       }
     }
   }

@@ -194,7 +194,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
     for (int i = 0; i < 2; i++) x_at[i] = W_BYTES + x_place(x_row0, 4 * i + t);
     Column column[GROUPS];
     NYBBLE_UNROLL
-    for (int group = 0; group < GROUPS && TOGETHER; group++) column[group] = Column(group);
+    for (int group = 0; group < GROUPS && TOGETHER; group++) column[group] = Column(group, none);
     u32 stage = ring_address, last_stage = ring_address + (STAGES - 1) * STAGE_BYTES;
     for (int step = 0; step < steps; step++) {
       wait_for_copies<STAGES - 2>();

@@ -101,6 +101,12 @@ NYBBLE_DEV void multiply_tf32(float (&c)[4], float low0, float high0, float low1
       : "r"(__float_as_uint(low0)), "r"(__float_as_uint(high0)), "r"(__float_as_uint(low1)),
         "r"(__float_as_uint(high1)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
+// The same with the first four columns of a and rows of b alone.
+NYBBLE_DEV void multiply_tf32(float (&c)[4], float low, float high, float b) {
+  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(low)), "r"(__float_as_uint(high)), "r"(__float_as_uint(b)));
+}
 
 // Raw numbers of one small bias: 128 + q of bf16; 64 + q of fp16, which is 0x5400 | q << 4.
 template <class Type>
@@ -126,11 +132,12 @@ struct Raw {
   }
 };
 
-// A float as the sum of two of which multiply_tf32 sees nearly all: 22 bits.
+// A float as the sum of two of which multiply_tf32 sees nearly all: 22 bits. The low one has the sign of the float, or, where
+// the high one is rounded, either.
 struct Halves {
   float high, low;
-  NYBBLE_METHOD explicit Halves(float value) {
-    high = as_float(__float_as_uint(value) & 0xFFFFE000);
+  NYBBLE_METHOD explicit Halves(float value, bool rounded = false) {
+    high = as_float((__float_as_uint(value) + (rounded ? 0x1000 : 0)) & 0xFFFFE000);
     low = value - high;
   }
 };
@@ -151,7 +158,8 @@ struct StagedTile {
   // Where a granule of w and a chunk of x lie in a stage, bytes: eight rows of a granule, and two rows of four chunks, are
   // 128 bytes in 32 different banks.
   static NYBBLE_METHOD u32 w_place(int row, int granule) {
-    return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / STEP) % STEP)) * GRANULE_BYTES;
+    constexpr int ACROSS = STEP < 8 ? STEP : 8;  // granules of 128 bytes
+    return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / ACROSS) % ACROSS)) * GRANULE_BYTES;
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
   // A step's stage comes after the last one's, the first one's after the end.
@@ -206,12 +214,13 @@ struct StagedTile {
   // in 1 and 3. Here x is the first operand: words 0 and 2 of row g as its row g, words 1 and 3 as its row g + 8; the other
   // has ones in the column of w that lanes (., t) have as their first, or second, for that group.
   struct Column {
-    Pair b0, b1;  // the same; made once, since one register would be copied to a pair of them each time
+    Pair b0, b1;  // the same
 
     NYBBLE_METHOD Column() {}
-    NYBBLE_METHOD explicit Column(int group) {
+    // none: 0, but not a constant, as far as the compiler can tell, which would copy one register to a pair of them each time
+    NYBBLE_METHOD Column(int group, u32 none) {
       const Pair ones = lane_index() / 4 == group % 4 * 2 + group / 4 ? Type::ONES : 0;
-      b0 = kept(ones), b1 = kept(ones);
+      b0 = kept(ones), b1 = kept(ones + none);
     }
   };
   static NYBBLE_METHOD void add_of_t(float (&sum_of_t)[4], const Quad& x, const Column& column) {
@@ -235,9 +244,10 @@ struct StagedTile {
       const Halves low(zs[0]), high(zs[1]);
       NYBBLE_UNROLL
       for (int c = 0; c < X_TILES; c++) {
-        const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four]);
+        // Left out is low times low. Of x it has either sign, so that this adds up to nothing.
+        const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four], true);
         multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
-        multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.low, x.low);
+        multiply_tf32(total[tile][c], low.high, high.high, x.low);
       }
     }
   }

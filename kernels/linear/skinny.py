@@ -168,13 +168,11 @@ def _cuda_plan(
     bucket = power_of_two(m)
     if m > _TILE_M:
         return _wide_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
-    short = group_size == _GRANULE and zeros
     if n >= 64 * units and not few and k >= _WIDE_LEAST_K:
-        # Waves that share x. In a ring of three stages it took a third longer, with G 128, than in one of four.
-        shared = Plan("BlockTile", bucket, 96, waves=4, step=8, stages=2 if short else 4, teams=2)
-        if _room_for_two(target, shared.shared_bytes(k, group_size, scale_bytes, zeros)):
-            return shared
-    if short:
+        sharing = _sharing_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
+        if sharing is not None:
+            return sharing
+    if group_size == _GRANULE and zeros:
         plan = _short_groups_plan(units, bucket, n, k)
         if plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:
             return plan
@@ -210,6 +208,33 @@ def _cuda_plan(
             f"memory, accepted at most {target.lds_bytes} on {target.arch}"
         )
     return plan
+
+
+def _sharing_plan(
+    target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
+) -> Plan | None:
+    """For 9 to 16 rows of x and many of w: waves that share x. Measured likewise, also with the shapes of other models. None
+    where a multiprocessor has no room for two blocks."""
+    # As much shared memory as two blocks can have: with less, some multiprocessors get three blocks and others one, which took
+    # up to a third longer.
+    if zeros or group_size < 128:
+        rings = [(16, 2)] + [(8, 3), (8, 2)] * (group_size == _GRANULE and zeros)
+    else:
+        rings = [(8, 4)]
+
+    def plan_of(rows: int) -> Plan | None:
+        plans = (Plan("BlockTile", bucket, rows, 4, step, stages, teams=2) for step, stages in rings)
+        fitting = (
+            p for p in plans if _room_for_two(target, p.shared_bytes(k, group_size, scale_bytes, zeros))
+        )
+        return next(fitting, None)
+
+    def cost(plan: Plan) -> int:
+        """Two blocks at a time on each multiprocessor, a started turn is a whole one, and beginning it costs as much as 18
+        rows."""
+        return -(-plan.blocks(n) // (2 * target.compute_units)) * (plan.rows + 18)
+
+    return min(filter(None, map(plan_of, (64, 96, 128))), key=cost, default=None)
 
 
 def _room_for_two(target: Target, shared_bytes: int) -> bool:
@@ -318,8 +343,8 @@ def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: the others have the plan of the next one
 # Layers whose programs are those of all layers up to the last K: rows of w per unit between which plans change, and K at
 # which shared memory takes smaller blocks.
-_ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144)
-_EVERY_K = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 28672)
+_ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144, 224)
+_EVERY_K = (512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 20480, 28672)
 _ANY_UNITS = 64
 
 

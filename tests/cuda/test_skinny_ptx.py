@@ -215,6 +215,7 @@ def test_many_rows_match_the_reference(m, bucket, g, symmetric, dtype, nvrtc):
     [
         (wide(16, rows=96, stages=2), 16),
         (wide(16, rows=96, waves=4, step=8, teams=2, stages=2), 13),
+        (wide(16, rows=64, waves=4, step=16, teams=2, stages=2), 10),
         (wide(24, rows=64, waves=4, step=8), 24),
         (wide(32, rows=64, waves=4, teams=2), 32),
         (wide(48, rows=96, waves=4, splits=2, step=8, teams=2), 40),
@@ -293,7 +294,7 @@ def test_large_means_do_not_drown_the_rest(nvrtc):
 
 
 def test_what_is_cut_off_of_zero_points_adds_up_to_nothing(nvrtc):
-    """Weights near their zero points, x all of one sign: over a large K any error of one sign would be seen."""
+    """Weights near their zero points, x all of one sign: over a large K any error of one sign would be seen, and is."""
     n, k = 16, 12288
     weight, _, x = problem(8, n, k, 32, False, torch.float16)
     gen = torch.Generator().manual_seed(1)
@@ -304,8 +305,12 @@ def test_what_is_cut_off_of_zero_points_adds_up_to_nothing(nvrtc):
         weight, q=(words - (words >> 31 << 32)).to(torch.int32), scales=torch.full((n, k // 32), 0.01)
     )
     w = pack(weight, arch=ARCH, device=torch.device("cpu"), scale_dtype=torch.float16)
-    y = run(nvrtc, plan(8, step=8, stages=2), x + 10, w)
-    assert_close(y, linear_reference(x + 10, replace(weight, scales=w.scales[:n])))
+    want = linear_reference(x + 10, replace(weight, scales=w.scales[:n]))
+    one = plan(8, step=8, stages=2)
+    assert_close(run(nvrtc, one, x + 10, w), want)
+    with pytest.raises(AssertionError, match="worst"):
+        cut = edited("staged_tile.h", "sum_of_t[c][2 + four], true)", "sum_of_t[c][2 + four], false)")
+        assert_close(run(nvrtc, one, x + 10, w, source=cut), want)
 
 
 def test_the_same_bits_whatever_comes_first(nvrtc):

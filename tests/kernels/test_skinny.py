@@ -26,31 +26,50 @@ SHAPES = [
 
 def test_large_layers_have_room_for_two_blocks_on_a_multiprocessor():
     """Each block takes 1 KiB more than it asks for: with 48 rows, 50688 bytes, a multiprocessor of 100 KiB holds one."""
-    rows_48 = skinny.plan_for(A100, 16, 24576, 4096, 64, 2, True)
-    assert (rows_48.rows, rows_48.shared_bytes(4096, 64, 2, True)) == (48, 50688)
+    rows_48 = skinny.Plan("MmaTile", 16, rows=48, waves=2, step=4, stages=3)
+    assert rows_48.shared_bytes(4096, 64, 2, True) == 50688
     assert skinny.plan_for(AMPERE, 16, 24576, 4096, 64, 2, True).rows == 32
 
 
 @pytest.mark.parametrize(
-    ("target", "m", "n", "k", "group_size", "zeros", "stages"),
+    ("target", "m", "n", "k", "group_size", "zeros", "ring"),
     [
-        (HOPPER, 16, 24576, 4096, 128, False, 4),
-        (HOPPER, 9, 24576, 4096, 64, True, 4),
-        (HOPPER, 16, 24576, 4096, 32, True, 2),
-        (A100, 16, 24576, 4096, 32, True, 2),
-        (A100, 16, 24576, 4096, 128, False, None),  # room for one
+        (HOPPER, 16, 24576, 4096, 128, False, (8, 4)),
+        (HOPPER, 9, 24576, 4096, 64, False, (16, 2)),
+        (HOPPER, 16, 24576, 4096, 128, True, (16, 2)),
+        (HOPPER, 16, 24576, 4096, 32, True, (16, 2)),
+        (HOPPER, 16, 24576, 5120, 32, True, (8, 3)),  # more scales and zero points beside it
+        (HOPPER, 16, 24576, 8192, 32, True, (8, 2)),
+        (A100, 16, 24576, 4096, 32, True, (8, 3)),
+        (AMPERE, 16, 24576, 4096, 128, False, None),  # room for one
         (HOPPER, 16, 24576, 28672, 32, True, None),
         (HOPPER, 8, 24576, 4096, 128, False, None),  # x is little beside the weights
         (HOPPER, 16, 4096, 4096, 128, False, None),  # few blocks
     ],
 )
 def test_nine_to_sixteen_rows_of_large_layers_share_x_where_two_blocks_fit(
-    target, m, n, k, group_size, zeros, stages
+    target, m, n, k, group_size, zeros, ring
 ):
     plan = skinny.plan_for(target, m, n, k, group_size, 2, zeros)
-    assert (plan.engine, plan.stages if stages else None) == ("BlockTile" if stages else "MmaTile", stages)
-    if stages:
-        assert 2 * (plan.shared_bytes(k, group_size, 2, zeros) + 1024) <= target.lds_bytes + 1024
+    found = plan.engine, (plan.step, plan.stages) if ring else None
+    assert found == ("BlockTile" if ring else "MmaTile", ring)
+    if ring:
+        used = plan.shared_bytes(k, group_size, 2, zeros) + 1024
+        assert 2 * used <= target.lds_bytes + 1024
+        assert 3 * used > target.lds_bytes + 1024 or plan.rows < 96, "three blocks here, one there"
+
+
+@pytest.mark.parametrize(
+    ("n", "rows"),
+    [
+        (12288, 64),  # 192 blocks
+        (24576, 96),  # 256 at once, 264 find room
+        (28672, 128),  # 299 of 96 rows were two turns
+        (34816, 96),  # 363 in two turns; 272 of 128 rows were two, too
+    ],
+)
+def test_blocks_that_share_x_take_few_turns(n, rows):
+    assert skinny.plan_for(HOPPER, 16, n, 4096, 128, 2, False).rows == rows
 
 
 LENGTHS = (512, 1024, 2048, 3584, 4096, 5120, 8192, 12288, 14336, 18944, 20992, 28672)  # K of real models

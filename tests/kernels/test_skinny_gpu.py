@@ -174,11 +174,12 @@ def test_engines_and_plans_of_other_chips():
 def test_nine_to_sixteen_rows_that_waves_share(g, symmetric, dtype):
     """The plans of large layers, on a small one whose last block is not full and whose last step is past K."""
     weight, w = packed_weight(200, 2048 + g, g, symmetric)
-    for m, stages in itertools.product((9, 16), (2, 4)):
-        plan = skinny.Plan("BlockTile", 16, rows=96, waves=4, step=8, stages=stages, teams=2)
+    blocks = itertools.product((64, 96, 128), ((8, 4), (8, 2), (16, 2)))
+    for m, (rows, (step, stages)) in itertools.product((9, 16), blocks):
+        plan = skinny.Plan("BlockTile", 16, rows, waves=4, step=step, stages=stages, teams=2)
         x = activations(m, 2048 + g, dtype)
         y = skinny.bind(plan, x, w.words, w.scales, w.zeros, None, g)(x)
-        assert_close(y, linear_reference(x.cpu(), weight), name=f"M={m}, {stages} stages")
+        assert_close(y, linear_reference(x.cpu(), weight), name=f"M={m}, {plan}, {stages} stages")
 
 
 def test_a_layer_large_enough_for_them():

@@ -27,7 +27,7 @@ _TILE_M = 16  # most rows of a plan whose waves each read x for themselves
 SOURCE, ENTRY = "skinny_w4a16.cpp", "nybble_skinny_w4a16"
 # x, w, scales, zeros, bias, y, partial, counters; M, N, K, row strides of x, w, scales, zeros in bytes, splits
 LAYOUT = "PPPPPPPPiiiiiiii"
-_GRANULE = 32  # k; see csrc/skinny_w4a16.h
+_GRANULE, _WAVE = 32, 32  # k, threads; see csrc/skinny_w4a16.h
 _TYPE = {torch.float16: "Half", torch.bfloat16: "BFloat", torch.float32: "Float"}
 _GATE = {"silu": "SILU", "gelu_tanh": "GELU_TANH"}
 _ALIGNMENT_BYTES = 16
@@ -36,7 +36,7 @@ _READY_AT_MOST = 1 << 16  # launches kept ready
 _RESERVED_BYTES = 1024  # of a multiprocessor's shared memory that CUDA keeps for each block
 # Splits are for problems too small to fill the chip: this holds the partial sums of any of them.
 _PARTIAL_BYTES, _COUNTERS = 16 << 20, 4096
-_LONG_K = 8192  # from here on a row of w is worth all waves of a block
+_LONG_K = 8192  # from here on a row of w is worth 16 waves
 _WIDE_BLOCKS, _WIDE_LEAST_K = 3, 1024  # of BlockTile: blocks for each multiprocessor, K of a part
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -162,43 +162,21 @@ def _cuda_plan(
     target: Target, m: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
 ) -> Plan:
     """Measured on an H200 over rows, waves, step and stages (benchmarks/skinny_tune.py), mostly with G 128 and bf16."""
-    units, few = target.compute_units, m <= 8
+    units = target.compute_units
     if units < 1:
         raise ValueError(f"skinny: given {target.arch} with {units} multiprocessors, accepted at least 1")
     bucket = power_of_two(m)
     if m > _TILE_M:
         return _wide_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
-    if n >= 64 * units and not few and k >= _WIDE_LEAST_K:
+    if bucket > 8 and n >= 64 * units and k >= _WIDE_LEAST_K:
         sharing = _sharing_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
         if sharing is not None:
             return sharing
     if group_size == _GRANULE and zeros:
-        plan = _short_groups_plan(units, bucket, n, k)
+        plan = _short_groups_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
         if plan.shared_bytes(k, group_size, scale_bytes, zeros) <= target.lds_bytes:
             return plan
-    if n >= 64 * units:
-        # Many blocks for every multiprocessor, one after another: a started turn is a whole one, and beginning it costs
-        # about as much as five rows.
-        waves = 4 if few else 2
-
-        def fits_twice(r: int) -> bool:
-            plan = Plan("MmaTile", bucket, r, waves, step=4, stages=3)
-            return _room_for_two(target, plan.shared_bytes(k, group_size, scale_bytes, zeros))
-
-        # Between the other launches of a step more blocks are better than large ones, by 1.4 % of the step with one row,
-        # and alone they are as good up to four rows.
-        choice = [r for r in ((48,) if m <= 4 or not few else (48, 64, 96)) if fits_twice(r)] or [32]
-        rows = min(choice, key=lambda r: -(-n // (r * units)) * (r + 5))
-    else:
-        # About one block each: enough waves to keep the memory busy. x is read again for every block.
-        fitting = (r for r in ((16, 32) if few else (16, 32, 48)) if n <= r * units)
-        rows = next(fitting, 32 if few else 48)
-        waves = 16 if few and n <= rows * units else 8
-        if few and rows == 32 and waves == 16 and k < _LONG_K:
-            # So large a block finds no room beside one of the launch before, and cannot fetch its weights meanwhile: two of
-            # half the rows and waves make the step 1.7 % shorter.
-            rows, waves = 16, 8
-    plan = Plan("MmaTile", bucket, rows, waves, step=4, stages=3)
+    plan = _private_plan(target, bucket, n, k, group_size, scale_bytes, zeros)
     while plan.shared_bytes(k, group_size, scale_bytes, zeros) > target.lds_bytes and plan.waves > 1:
         plan = replace(plan, waves=plan.waves // 2, rows=16)
     needed = plan.shared_bytes(k, group_size, scale_bytes, zeros)
@@ -208,6 +186,62 @@ def _cuda_plan(
             f"memory, accepted at most {target.lds_bytes} on {target.arch}"
         )
     return plan
+
+
+# Of a thread of MmaTile, about, by rows of w: with one row of x, with more, in groups of 128. Shorter groups take more.
+_REGISTERS = {16: (72, 80), 32: (96, 96), 48: (112, 128), 96: (160, 168)}
+_MORE_REGISTERS = {32: 32, 64: 16, 128: 0}
+_ALL_REGISTERS = 65536
+
+
+def _private_plan(
+    target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
+) -> Plan:
+    """For up to 16 rows of x: waves with a ring each. Measured in chains of the layers of nine models, as they follow each other
+    in a decode step (benchmarks/results/skinny_h200.md). May be more than the chip has shared memory for."""
+    units, large = target.compute_units, n >= 64 * target.compute_units
+    long = group_size == 128
+
+    def used(plan: Plan) -> int:
+        return plan.shared_bytes(k, group_size, scale_bytes, zeros)
+
+    # Rows and waves; of equals the first is taken.
+    if large and bucket > 8:
+        blocks = [(48, 2), (32, 2)]
+    elif large:
+        blocks = [(32, 4), (48, 4)] + [(96, 4)] * (long and bucket > 4)
+    elif bucket > 8:
+        blocks = [(48, 8), (32, 8), (16, 8)]
+    elif n <= 16 * units:
+        blocks = [(16, 16)]
+    elif k >= _LONG_K:
+        blocks = [(32, 16)] + [(48, 16)] * long + [(48, 8), (16, 8)]
+    elif bucket > 4:
+        blocks = [(48, 8), (16, 8), (32, 8)]
+    else:
+        blocks = [(16, 8), (32, 8), (48, 8)]
+
+    plans = [Plan("MmaTile", bucket, rows, waves, step=4, stages=3) for rows, waves in blocks]
+    fitting = [p for p in plans if (_room_for_two(target, used(p)) if large else used(p) <= target.lds_bytes)]
+
+    def time(plan: Plan) -> tuple[int, ...]:
+        registers = _REGISTERS[plan.rows][plan.m > 1] + _MORE_REGISTERS[group_size]
+        return _rows_in_time(target, plan, n, used(plan), registers)
+
+    return min(fitting, key=time, default=replace(plans[0], rows=32))
+
+
+def _rows_in_time(target: Target, plan: Plan, n: int, used: int, registers: int) -> tuple[int, ...]:
+    """Rows of w that a multiprocessor has time for until the last block is done: a started turn is a whole one, since where
+    there is room for more blocks some get more. Of equals, turns, then rows that the busiest has, were they spread evenly.
+
+    used, registers: shared memory of a block, bytes, and registers of a thread
+    """
+    by_registers = _ALL_REGISTERS // (_WAVE * registers * plan.waves)
+    by_memory = (target.lds_bytes + _RESERVED_BYTES) // (used + _RESERVED_BYTES)
+    at_once = max(1, min(by_registers, by_memory))
+    turns = -(-plan.blocks(n) // (at_once * target.compute_units))
+    return turns * at_once * plan.rows, turns, -(-plan.blocks(n) // target.compute_units) * plan.rows
 
 
 def _sharing_plan(
@@ -322,16 +356,33 @@ def _wide_plan(
     )
 
 
-def _short_groups_plan(units: int, bucket: int, n: int, k: int) -> Plan:
-    """For zero points of groups of 32: mostly steps of eight groups in a ring of two. Measured likewise, G 32."""
-    few = bucket <= 8
+# Of a thread of MmaTile with zero points of groups of 32, by rows of w: with up to eight rows of x, with more.
+_SHORT_REGISTERS = {16: (128, 128), 32: (168, 224), 48: (208, 255)}
+
+
+def _short_groups_plan(
+    target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
+) -> Plan:
+    """For zero points of groups of 32: mostly steps of eight groups in a ring of two. Measured likewise, G 32. May be more than
+    the chip has shared memory for."""
+    units, few = target.compute_units, bucket <= 8
     if n >= 64 * units:
-        rows, waves, step, stages = (48, 2, 8, 2) if few else (48, 2, 4, 2)
-    elif n > 32 * units:
-        rows, waves, step, stages = (32, 4, 8, 3) if few else (48, 4, 8, 2)
+        rings = [(48, 2, 8, 2), (48, 4, 8, 2)] if few else [(48, 2, 4, 2)]
+    elif n > 32 * units and k < _LONG_K:
+        rings = [(32, 4, 8, 3)] if few else [(48, 4, 8, 2), (32, 4, 8, 2)]
+    elif few and k < _LONG_K:
+        rings = [(16, 8, 8, 2)]
     else:
-        rows, waves, step, stages = (16 if few and k < _LONG_K else 32), 8, 8, 2
-    return Plan("MmaTile", bucket, rows, waves, step, stages)
+        rings = [(32, 8, 8, 2)] + [(48, 8, 8, 2), (48, 4, 8, 2)] * (n > 32 * units)
+    plans = [Plan("MmaTile", bucket, *ring) for ring in rings]
+
+    def used(plan: Plan) -> int:
+        return plan.shared_bytes(k, group_size, scale_bytes, zeros)
+
+    def time(plan: Plan) -> tuple[int, ...]:
+        return _rows_in_time(target, plan, n, used(plan), _SHORT_REGISTERS[plan.rows][not few])
+
+    return min((p for p in plans if used(p) <= target.lds_bytes), key=time, default=plans[0])
 
 
 def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
@@ -341,9 +392,9 @@ def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
 
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: the others have the plan of the next one
-# Layers whose programs are those of all layers up to the last K: rows of w per unit between which plans change, and K at
-# which shared memory takes smaller blocks.
-_ROWS_PER_UNIT = (16, 32, 48, 64, 96, 144, 224)
+# Layers whose programs are those of all layers up to the last K: rows of w per unit, and K, so near each other that every
+# plan is one of theirs.
+_ROWS_PER_UNIT = tuple(range(16, 320, 8))
 _EVERY_K = (512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 20480, 28672)
 _ANY_UNITS = 64
 

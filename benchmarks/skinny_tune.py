@@ -29,7 +29,12 @@ from nybble.kernels.testing import TOLERANCE, errors
 COLD_BYTES = 400 << 20
 SWEPT = {
     "MmaTile": {"rows": [16, 32, 48, 64, 96], "waves": [2, 4, 8, 16], "step": [4, 8], "stages": [2, 3, 4]},
-    "BlockTile": {"rows": [64, 96, 128, 192, 256], "waves": [2, 4, 8], "step": [4, 8], "stages": [2, 3, 4]},
+    "BlockTile": {
+        "rows": [64, 96, 128, 192, 256],
+        "waves": [2, 4, 8],
+        "step": [4, 8, 16],
+        "stages": [2, 3, 4],
+    },
     "WarpgroupTile": {
         **{"rows": [64, 128, 192, 256], "waves": [4, 8, 12, 16]},
         **{"step": [4, 8], "stages": [3, 4, 5, 6]},
@@ -63,10 +68,12 @@ def block_plans(m: int, n: int, k: int, args: argparse.Namespace, target: Target
         tiles, rest = divmod(rows * teams, 16 * waves)
         if rest or waves % teams or step % (2 * teams) or step * 32 < args.group:
             continue
+        if engine == "BlockTile" and (waves * 32 % (8 * step) or step // teams > 8):
+            continue
         if engine == "WarpgroupTile" and (waves // teams % 4 or waves % step or step // teams % 2):
             continue
         if (
-            not 1 <= tiles <= 3
+            not 1 <= tiles <= 4
             or tiles * bucket // 8 > 24
             or (engine == "BlockTile" and bucket >= 48 and tiles == 1)
         ):

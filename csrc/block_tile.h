@@ -52,7 +52,7 @@ struct BlockTile {
   static constexpr int SHARED_BYTES = STAGES * Staged::STAGE_BYTES;   // and side_bytes()
   static constexpr int PITCH = ROWS + 4;                              // of sums: lanes meet in no bank
   static_assert(M % 8 == 0 && ROWS % (16 * ROW_WAVES) == 0 && WAVES % TEAMS == 0 && STEP % (2 * TEAMS) == 0);
-  static_assert(!TOGETHER || SHARE <= 8);  // of Column
+  static_assert(!TOGETHER || SHARE <= 8);  // groups that Column can tell apart
   static_assert(!WARPGROUPS || (ROW_WAVES % 4 == 0 && AHEAD > 0 && Staged::STAGE_BYTES % SWIZZLED_BYTES == 0));
 
   // First of the 16 rows of a tile of one wave's. Tiles of a warpgroup have 64.

@@ -158,8 +158,8 @@ struct StagedTile {
   // Where a granule of w and a chunk of x lie in a stage, bytes: eight rows of a granule, and two rows of four chunks, are
   // 128 bytes in 32 different banks.
   static NYBBLE_METHOD u32 w_place(int row, int granule) {
-    constexpr int ACROSS = STEP < 8 ? STEP : 8;  // granules of 128 bytes
-    return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / ACROSS) % ACROSS)) * GRANULE_BYTES;
+    constexpr int NEIGHBOURS = STEP < 8 ? STEP : 8;  // granules of a row inside 128 bytes
+    return row * (STEP * GRANULE_BYTES) + (granule ^ (row / (8 / NEIGHBOURS) % NEIGHBOURS)) * GRANULE_BYTES;
   }
   static NYBBLE_METHOD u32 x_place(int m, int chunk) { return m * X_ROW_BYTES + (chunk ^ (m % 2 * 4)) * 16; }
   // A step's stage comes after the last one's, the first one's after the end.
@@ -213,11 +213,13 @@ struct StagedTile {
   // Sums over x of single groups: in sum_of_t lane (g, t) has row g's over group t in two parts, 0 and 2, and over group t + 4
   // in 1 and 3. Here x is the first operand: words 0 and 2 of row g as its row g, words 1 and 3 as its row g + 8; the other
   // has ones in the column of w that lanes (., t) have as their first, or second, for that group.
+  // Of up to eight groups. The two words of the other operand are equal, yet two: one register would be copied to a pair of
+  // them each time.
   struct Column {
-    Pair b0, b1;  // the same
+    Pair b0, b1;
 
     NYBBLE_METHOD Column() {}
-    // none: 0, but not a constant, as far as the compiler can tell, which would copy one register to a pair of them each time
+    // none: 0, but not a constant as far as the compiler can tell, so that it keeps both
     NYBBLE_METHOD Column(int group, u32 none) {
       const Pair ones = lane_index() / 4 == group % 4 * 2 + group / 4 ? Type::ONES : 0;
       b0 = kept(ones), b1 = kept(ones + none);
@@ -244,7 +246,8 @@ struct StagedTile {
       const Halves low(zs[0]), high(zs[1]);
       NYBBLE_UNROLL
       for (int c = 0; c < X_TILES; c++) {
-        // Left out is low times low. Of x it has either sign, so that this adds up to nothing.
+        // Left out is low times low, 2^-22 of the product. Of x it has either sign, so that over groups whose sums differ this
+        // adds up to nothing.
         const Halves x(sum_of_t[c][four] + sum_of_t[c][2 + four], true);
         multiply_tf32(total[tile][c], low.high, high.high, low.low, high.low, x.high, x.high);
         multiply_tf32(total[tile][c], low.high, high.high, x.low);

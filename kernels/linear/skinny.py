@@ -188,8 +188,9 @@ def _cuda_plan(
     return plan
 
 
-# Of a thread of MmaTile, about, by rows of w: with one row of x, with more, in groups of 128. Shorter groups take more.
-_REGISTERS = {16: (72, 80), 32: (96, 96), 48: (112, 128), 96: (160, 168)}
+# Of a thread of MmaTile, about, by rows of w: with one row of x, with up to eight, in groups of 128. Shorter groups take more;
+# so do more rows of x, where shared memory is what is short.
+_REGISTERS = {16: (72, 80), 32: (96, 96), 48: (112, 128), 64: (128, 144), 96: (160, 168)}
 _MORE_REGISTERS = {32: 32, 64: 16, 128: 0}
 _ALL_REGISTERS = 65536
 
@@ -197,8 +198,8 @@ _ALL_REGISTERS = 65536
 def _private_plan(
     target: Target, bucket: int, n: int, k: int, group_size: int, scale_bytes: int, zeros: bool
 ) -> Plan:
-    """For up to 16 rows of x: waves with a ring each. Measured in chains of the layers of nine models, as they follow each other
-    in a decode step (benchmarks/results/skinny_h200.md). May be more than the chip has shared memory for."""
+    """For up to 16 rows of x: waves with a ring each. Measured in chains of the layers of nine models, as they follow
+    each other in a decode step (benchmarks/results/skinny_h200.md). May be more than the chip has shared memory for."""
     units, large = target.compute_units, n >= 64 * target.compute_units
     long = group_size == 128
 
@@ -209,13 +210,13 @@ def _private_plan(
     if large and bucket > 8:
         blocks = [(48, 2), (32, 2)]
     elif large:
-        blocks = [(32, 4), (48, 4)] + [(96, 4)] * (long and bucket > 4)
+        blocks = [(32, 4), (48, 4)] + [(64, 4), (96, 4)] * (long and bucket > 4)
     elif bucket > 8:
         blocks = [(48, 8), (32, 8), (16, 8)]
     elif n <= 16 * units:
         blocks = [(16, 16)]
     elif k >= _LONG_K:
-        blocks = [(32, 16)] + [(48, 16)] * long + [(48, 8), (16, 8)]
+        blocks = [(32, 16)] + [(48, 16)] * long + [(48, 8), (16, 8), (32, 8)]
     elif bucket > 4:
         blocks = [(48, 8), (16, 8), (32, 8)]
     else:
@@ -228,6 +229,7 @@ def _private_plan(
         registers = _REGISTERS[plan.rows][plan.m > 1] + _MORE_REGISTERS[group_size]
         return _rows_in_time(target, plan, n, used(plan), registers)
 
+    # Of a large layer with so many scales that no two blocks fit, small ones; of others the caller makes smaller ones.
     return min(fitting, key=time, default=replace(plans[0], rows=32))
 
 
@@ -392,8 +394,8 @@ def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
 
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: the others have the plan of the next one
-# Layers whose programs are those of all layers up to the last K: rows of w per unit, and K, so near each other that every
-# plan is one of theirs.
+# Layers whose programs are those of all layers up to the last K: rows of w per unit, and K, so near each other that with scales
+# of 16 bits every plan is one of theirs.
 _ROWS_PER_UNIT = tuple(range(16, 320, 8))
 _EVERY_K = (512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 20480, 28672)
 _ANY_UNITS = 64

@@ -28,7 +28,7 @@ def test_large_layers_have_room_for_two_blocks_on_a_multiprocessor():
     """Each block takes 1 KiB more than it asks for: with 48 rows, 50688 bytes, a multiprocessor of 100 KiB holds one."""
     rows_48 = skinny.Plan("MmaTile", 16, rows=48, waves=2, step=4, stages=3)
     assert rows_48.shared_bytes(4096, 64, 2, True) == 50688
-    assert skinny.plan_for(AMPERE, 16, 24576, 4096, 64, 2, True).rows == 32
+    assert skinny.plan_for(AMPERE, 16, 7168, 4096, 64, 2, True).rows == 32
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_nine_to_sixteen_rows_of_large_layers_share_x_where_two_blocks_fit(
         (24576, 96),  # 256 at once, 264 find room
         (28672, 128),  # 299 of 96 rows were two turns
         (34816, 96),  # 363 in two turns; 272 of 128 rows were two, too
+        (120000, 96),  # in five turns; of 128 rows four, which begin less often
     ],
 )
 def test_blocks_that_share_x_take_few_turns(n, rows):
@@ -83,13 +84,25 @@ def test_blocks_that_share_x_take_few_turns(n, rows):
         (8, 28672, 4096, 128, 32, 4),
         (8, 34816, 5120, 128, 48, 4),  # 726 in two of 396; of 32 rows 1088 in three of 528
         (1, 6144, 4096, 128, 16, 8),  # three of 16 rows on each multiprocessor instead of one or two of 32
-        (4, 6144, 4096, 32, 48, 8),  # two have registers
+        (
+            1,
+            6144,
+            4096,
+            64,
+            32,
+            8,
+        ),  # registers for two blocks of 16 rows: two turns, as many rows as one turn of 32
+        (4, 6144, 4096, 32, 48, 8),
         (8, 6144, 4096, 128, 48, 8),
+        (1, 7168, 5120, 128, 32, 8),
+        (8, 7168, 5120, 128, 32, 8),
+        (8, 2560, 4096, 128, 16, 8),  # 160 blocks keep more multiprocessors busy than 54 of 48 rows
         (1, 4096, 12288, 128, 32, 16),  # one each
         (1, 5120, 17408, 128, 48, 16),
         (4, 5120, 17408, 64, 48, 8),  # no registers for 16 waves
         (8, 5120, 17408, 128, 48, 8),  # nor shared memory
         (16, 7168, 5120, 128, 32, 8),
+        (16, 1024, 1024, 128, 16, 8),
         (1, 1024, 4096, 128, 16, 16),
     ],
 )
@@ -99,20 +112,28 @@ def test_no_multiprocessor_waits_long_for_others(m, n, k, group_size, rows, wave
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "rows", "waves"),
+    ("m", "n", "k", "plan"),
     [
-        (1, 24576, 4096, 48, 2),  # 512 blocks in one turn of 528
-        (1, 28672, 4096, 48, 4),  # 598 in three turns of 264, or in two of 528
-        (1, 4096, 12288, 32, 8),
-        (1, 5120, 17408, 48, 8),
-        (8, 5120, 17408, 48, 4),  # no shared memory for eight waves
-        (16, 6144, 4096, 48, 4),
-        (16, 7168, 5120, 32, 4),
+        (1, 24576, 4096, (48, 2, 8, 2)),  # 512 blocks in one turn of 528
+        (1, 28672, 4096, (48, 4, 8, 2)),  # 598 in three turns of 264, or in two of 528
+        (16, 24576, 20992, (48, 2, 4, 2)),
+        (1, 6144, 4096, (32, 4, 8, 3)),
+        (1, 4096, 12288, (32, 8, 8, 2)),
+        (1, 5120, 17408, (48, 8, 8, 2)),
+        (8, 5120, 17408, (48, 4, 8, 2)),  # no shared memory for eight waves
+        (16, 6144, 4096, (48, 4, 8, 2)),
+        (16, 7168, 5120, (32, 4, 8, 2)),
     ],
 )
-def test_nor_with_zero_points_of_short_groups(m, n, k, rows, waves):
-    plan = skinny.plan_for(HOPPER, m, n, k, 32, 2, True)
-    assert (plan.engine, plan.rows, plan.waves) == ("MmaTile", rows, waves)
+def test_nor_with_zero_points_of_short_groups(m, n, k, plan):
+    found = skinny.plan_for(HOPPER, m, n, k, 32, 2, True)
+    assert (found.engine, found.rows, found.waves, found.step, found.stages) == ("MmaTile", *plan)
+
+
+def test_where_sixteen_waves_do_not_fit():
+    """In as many turns as rows of w allow: blocks of 16 rows would take four."""
+    plan = skinny.plan_for(AMPERE, 4, 4096, 14336, 128, 2, False)
+    assert (plan.rows, plan.waves) == (32, 8)
 
 
 ROWS = (8, 1440, 2816, 4096, 5120, 6144, 7168, 8192, 13824, 19456, 24576, 28672, 34816, 37888, 57344, 151936)

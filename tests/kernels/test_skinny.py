@@ -80,6 +80,7 @@ def test_blocks_that_share_x_take_few_turns(n, rows):
         (4, 24576, 4096, 64, 32, 4),  # registers for three of 48 rows: two turns are more than of four of 32
         (1, 28672, 4096, 128, 32, 4),  # 896 in two turns of 660, or 598 in two of 528
         (4, 19456, 2560, 128, 32, 4),  # 608 in one of 660
+        (8, 19456, 2560, 128, 64, 4),  # 304 in one of 396
         (8, 24576, 4096, 128, 96, 4),  # 256 in one of 264
         (8, 28672, 4096, 128, 32, 4),
         (8, 34816, 5120, 128, 48, 4),  # 726 in two of 396; of 32 rows 1088 in three of 528
@@ -101,7 +102,11 @@ def test_blocks_that_share_x_take_few_turns(n, rows):
         (1, 5120, 17408, 128, 48, 16),
         (4, 5120, 17408, 64, 48, 8),  # no registers for 16 waves
         (8, 5120, 17408, 128, 48, 8),  # nor shared memory
+        (8, 2560, 17408, 32, 16, 8),  # no shared memory for 16 waves of 32 rows
+        (16, 6144, 4096, 128, 48, 8),
         (16, 7168, 5120, 128, 32, 8),
+        (16, 24576, 512, 128, 32, 2),
+        (16, 28672, 512, 128, 48, 2),
         (16, 1024, 1024, 128, 16, 8),
         (1, 1024, 4096, 128, 16, 16),
     ],

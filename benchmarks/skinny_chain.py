@@ -1,6 +1,6 @@
 """Times of the int4 GEMMs of a decode step one after another, microseconds for a layer of the model, on the GPU that is here.
 
-    python benchmarks/skinny_chain.py [--models qwen3-8b llama3-8b] [--m 1 8 16] [--type bf16] [--group 128] [--asymmetric]
+    python benchmarks/skinny_chain.py [--models qwen3-8b llama-3.1-8b] [--m 1 8 16] [--type bf16] [--group 128] [--asymmetric]
     python benchmarks/skinny_chain.py --models qwen3-8b --m 1 --layer gate_up --blocks 32x4 48x4 48x8x8x2
 
 Each layer has weights of its own, out of cache; launches are dependent, as layers make them, in a captured graph. Without
@@ -11,45 +11,46 @@ of `plan_for`, step and stages. Where many launches of one kernel follow each ot
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import torch
-from gemm_problem import DTYPES, random_weight, random_x
+from gemm_problem import DTYPES, random_weight, random_x, time_cold
 
 from nybble.kernels import native
 from nybble.kernels.linear import skinny
 from nybble.kernels.skinny_layout import SkinnyWeight, pack
 from nybble.kernels.target import Target, detect
+from nybble.service.checkpoints.random_weights import SHAPES
 
-# hidden size, intermediate size, rows of qkv, columns of o
-MODELS = {
-    "qwen3-0.6b": (1024, 3072, 4096, 2048),
-    "qwen3-1.7b": (2048, 6144, 4096, 2048),
-    "llama3-3b": (3072, 8192, 5120, 3072),
-    "qwen3-4b": (2560, 9728, 6144, 4096),
-    "qwen2-7b": (3584, 18944, 4608, 3584),
-    "qwen3-8b": (4096, 12288, 6144, 4096),
-    "llama3-8b": (4096, 14336, 6144, 4096),
-    "qwen3-14b": (5120, 17408, 7168, 5120),
-    "qwen3-32b": (5120, 25600, 10240, 8192),
+MODELS: dict[str, dict[str, int]] = {
+    **{name: shape for name, shape in SHAPES.items() if shape["hidden_size"] >= 1024},
+    "llama-3.2-3b": {
+        **{"hidden_size": 3072, "intermediate_size": 8192},
+        **{"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128},
+    },
+    "qwen2.5-7b": {
+        **{"hidden_size": 3584, "intermediate_size": 18944},
+        **{"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
+    },
 }
 GATES = {"gate_up": "silu"}
 WEIGHT_BYTES, LAYERS_AT_LEAST = 1_200_000_000, 3
-REPLAYS, ROUNDS = 4, 6
 
 Plans = dict[str, skinny.Plan]
 
 
 def shapes(model: str) -> dict[str, tuple[int, int]]:
     """N and K of each layer, in the order in which they run."""
-    hidden, intermediate, qkv, o = MODELS[model]
+    shape = MODELS[model]
+    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
+    heads, head_dim = shape["num_attention_heads"], shape["head_dim"]
     return {
-        **{"qkv": (qkv, hidden), "o": (hidden, o)},
-        **{"gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate)},
+        "qkv": ((heads + 2 * shape["num_key_value_heads"]) * head_dim, hidden),
+        "o": (hidden, heads * head_dim),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
     }
 
 
@@ -58,27 +59,6 @@ def with_blocks(plan: skinny.Plan, blocks: str) -> skinny.Plan:
     rows, waves, *ring = map(int, blocks.split("x"))
     step, stages = ring or (plan.step, plan.stages)
     return replace(plan, rows=rows, waves=waves, step=step, stages=stages, splits=1)
-
-
-def microseconds(calls: list[Callable[[], torch.Tensor]]) -> float:
-    """The shortest of some rounds of all calls in a captured graph."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-    best = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - begin) / REPLAYS)
-    return best * 1e6
 
 
 def measure_model(model: str, target: Target, device: torch.device, args: argparse.Namespace) -> None:
@@ -119,7 +99,7 @@ def measure_model(model: str, target: Target, device: torch.device, args: argpar
                 for layer in weights
                 for name, w in layer.items()
             ]
-            taken = microseconds(calls) / len(weights)
+            taken = time_cold(calls, rounds=1).low_us * len(layers)  # low_us is of a call
             what = ", ".join(f"{name} {plan}" for name, plan in plans.items())
             print(f"{model} M={m:2} {choice:12} {taken:7.1f} us  {what}", flush=True)
 

@@ -150,7 +150,7 @@ struct BlockTile {
 
     u32 stage = ring, next_stage = ring + AHEAD * Staged::STAGE_BYTES;
     if (steps == 0) return;
-    const u32 none = u32(p.splits) >> 31;  // 0, but not a constant, as far as the compiler can tell
+    const u32 none = hidden_zero(p);
     const Lane lane(wave_index(), none);
     int step = 0;
     do {

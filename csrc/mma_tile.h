@@ -77,7 +77,7 @@ struct MmaTile : StagedTile<Type, Scale, GROUP, ZEROS, M, ROWS> {
     const int steps = slice.last - slice.first;
     const int most_steps = ((p.granules() + STEP - 1) / STEP + p.splits * WAVES - 1) / (p.splits * WAVES);
     const int granules = p.granules();
-    const u32 none = u32(p.splits) >> 31;  // 0, but not a constant, as far as the compiler can tell
+    const u32 none = hidden_zero(p);
     const u32 low_nibbles = LOW_NIBBLES + none, zero_mask = Raw<Type>::ZERO_MASK + none;
     const u64 policy = read_once_policy();
     u8* const ring = shared + wave * STAGES * STAGE_BYTES;

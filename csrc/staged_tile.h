@@ -8,6 +8,9 @@
 
 namespace nybble {
 
+// 0, but not a constant, as far as the compiler can tell: what is made with it stays in a register of its own.
+NYBBLE_DEV u32 hidden_zero(const Problem& p) { return u32(p.splits) >> 31; }
+
 NYBBLE_DEV u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
 NYBBLE_DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
@@ -219,7 +222,7 @@ struct StagedTile {
     Pair b0, b1;
 
     NYBBLE_METHOD Column() {}
-    // none: 0, but not a constant as far as the compiler can tell, so that it keeps both
+    // none: the hidden zero
     NYBBLE_METHOD Column(int group, u32 none) {
       const Pair ones = lane_index() / 4 == group % 4 * 2 + group / 4 ? Type::ONES : 0;
       b0 = kept(ones), b1 = kept(ones + none);

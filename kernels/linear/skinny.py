@@ -222,28 +222,40 @@ def _private_plan(
     else:
         blocks = [(16, 8), (32, 8), (48, 8)]
 
+    def registers(plan: Plan) -> int:
+        return _REGISTERS[plan.rows][plan.m > 1] + _MORE_REGISTERS[group_size]
+
+    def fits(plan: Plan) -> bool:
+        return _room_for_two(target, used(plan)) if large else used(plan) <= target.lds_bytes
+
     plans = [Plan("MmaTile", bucket, rows, waves, step=4, stages=3) for rows, waves in blocks]
-    fitting = [p for p in plans if (_room_for_two(target, used(p)) if large else used(p) <= target.lds_bytes)]
-
-    def time(plan: Plan) -> tuple[int, ...]:
-        registers = _REGISTERS[plan.rows][plan.m > 1] + _MORE_REGISTERS[group_size]
-        return _rows_in_time(target, plan, n, used(plan), registers)
-
-    # Of a large layer with so many scales that no two blocks fit, small ones; of others the caller makes smaller ones.
-    return min(fitting, key=time, default=replace(plans[0], rows=32))
+    return _quickest(target, plans, n, used, registers, fits)
 
 
-def _rows_in_time(target: Target, plan: Plan, n: int, used: int, registers: int) -> tuple[int, ...]:
-    """Rows of w that a multiprocessor has time for until the last block is done: a started turn is a whole one, since where
-    there is room for more blocks some get more. Of equals, turns, then rows that the busiest has, were they spread evenly.
+def _quickest(
+    target: Target,
+    plans: Sequence[Plan],
+    n: int,
+    used: Callable[[Plan], int],
+    registers: Callable[[Plan], int],
+    fits: Callable[[Plan], bool],
+) -> Plan:
+    """Of the plans that fit, the one whose last block is done first, of equals the first; of none, that of the fewest rows.
 
     used, registers: shared memory of a block, bytes, and registers of a thread
     """
-    by_registers = _ALL_REGISTERS // (_WAVE * registers * plan.waves)
-    by_memory = (target.lds_bytes + _RESERVED_BYTES) // (used + _RESERVED_BYTES)
-    at_once = max(1, min(by_registers, by_memory))
-    turns = -(-plan.blocks(n) // (at_once * target.compute_units))
-    return turns * at_once * plan.rows, turns, -(-plan.blocks(n) // target.compute_units) * plan.rows
+    units = target.compute_units
+
+    def rows_in_time(plan: Plan) -> tuple[int, ...]:
+        """Rows of w that a multiprocessor has time for until then: a started turn is a whole one, since where there is room
+        for more blocks some get more. Of equals, turns, then rows that the busiest has, were they spread evenly."""
+        by_registers = _ALL_REGISTERS // (_WAVE * registers(plan) * plan.waves)
+        by_memory = (target.lds_bytes + _RESERVED_BYTES) // (used(plan) + _RESERVED_BYTES)
+        at_once = max(1, min(by_registers, by_memory))
+        turns = -(-plan.blocks(n) // (at_once * units))
+        return turns * at_once * plan.rows, turns, -(-plan.blocks(n) // units) * plan.rows
+
+    return min(filter(fits, plans), key=rows_in_time, default=min(plans, key=lambda plan: plan.rows))
 
 
 def _sharing_plan(
@@ -376,15 +388,15 @@ def _short_groups_plan(
         rings = [(16, 8, 8, 2)]
     else:
         rings = [(32, 8, 8, 2)] + [(48, 8, 8, 2), (48, 4, 8, 2)] * (n > 32 * units)
-    plans = [Plan("MmaTile", bucket, *ring) for ring in rings]
 
     def used(plan: Plan) -> int:
         return plan.shared_bytes(k, group_size, scale_bytes, zeros)
 
-    def time(plan: Plan) -> tuple[int, ...]:
-        return _rows_in_time(target, plan, n, used(plan), _SHORT_REGISTERS[plan.rows][not few])
+    def registers(plan: Plan) -> int:
+        return _SHORT_REGISTERS[plan.rows][not few]
 
-    return min((p for p in plans if used(p) <= target.lds_bytes), key=time, default=plans[0])
+    plans = [Plan("MmaTile", bucket, *ring) for ring in rings]
+    return _quickest(target, plans, n, used, registers, lambda plan: used(plan) <= target.lds_bytes)
 
 
 def _splits(target: Target, plan: Plan, n: int, k: int) -> int:
@@ -427,8 +439,10 @@ def programs_for(
         plans |= dict.fromkeys(product(wide, scale_dtypes))
         buckets = [m for m in buckets if m <= _TILE_M]
         shapes = [(rows * chip.compute_units, k) for rows, k in product(_ROWS_PER_UNIT, _EVERY_K)]
-    for (n, k), scale_dtype, m in product(shapes, scale_dtypes, buckets):
-        plans[plan_for(chip, m, n, k, group_size, scale_dtype.itemsize, not symmetric), scale_dtype] = None
+    sizes = {scale_dtype.itemsize for scale_dtype in scale_dtypes}
+    for (n, k), size, m in product(shapes, sizes, buckets):
+        plan = plan_for(chip, m, n, k, group_size, size, not symmetric)
+        plans |= dict.fromkeys((plan, s) for s in scale_dtypes if s.itemsize == size)
     found = {
         plan.program(dtype, scale_dtype, group_size, not symmetric, gate)
         for (plan, scale_dtype), gate in product(plans, gates)

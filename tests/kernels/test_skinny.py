@@ -85,14 +85,7 @@ def test_blocks_that_share_x_take_few_turns(n, rows):
         (8, 28672, 4096, 128, 32, 4),
         (8, 34816, 5120, 128, 48, 4),  # 726 in two of 396; of 32 rows 1088 in three of 528
         (1, 6144, 4096, 128, 16, 8),  # three of 16 rows on each multiprocessor instead of one or two of 32
-        (
-            1,
-            6144,
-            4096,
-            64,
-            32,
-            8,
-        ),  # registers for two blocks of 16 rows: two turns, as many rows as one turn of 32
+        (1, 6144, 4096, 64, 32, 8),  # in one turn; of 16 rows, of which two have registers, in two
         (4, 6144, 4096, 32, 48, 8),
         (8, 6144, 4096, 128, 48, 8),
         (1, 7168, 5120, 128, 32, 8),
